@@ -1,0 +1,1 @@
+"""How ranks talk: one contract (:mod:`.base`) over several transports."""

@@ -1,0 +1,267 @@
+"""The contract between strategies and the world: :class:`Comm`, and what a world must offer.
+
+A strategy sees a :class:`Comm` and nothing else. ``Comm`` is written once, on top of the few
+primitives of a :class:`Transport`; a transport is one of the worlds that a run can live in
+(simulated, shared memory, torch.distributed). ``docs/comm-contract.md`` tells it in full.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import MessageMismatch, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAILBOX_CAPACITY = 2
+"""How many posted messages of one sender a mailbox holds before ``post`` answers False."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a rank waits for another before it says so, and before it gives up.
+
+    Args:
+        dead_s: a peer whose process is stopped for this long is lost (a dead one is lost at once).
+        progress_limit_s: the longest wait for a peer that is alive but busy.
+        notice_s: after this long, a wait says on standard error whom it waits for.
+    """
+
+    dead_s: float = 5.0
+    progress_limit_s: float = 600.0
+    notice_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("dead_s", "progress_limit_s", "notice_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} ({getattr(self, name)}) must be above 0")
+
+
+class Work(ABC):
+    """Something started and not yet finished; it owns its tensor until :meth:`wait`."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once. Never waits itself."""
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Wait for the end; of an all-reduce, return the sum of the weights."""
+
+
+class Transport(ABC):
+    """The primitives of one world, seen from one rank; ranks here are those of the whole world."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have neither died nor left, this one included."""
+
+    @abstractmethod
+    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        """Offer ``x`` to ``dst``; the work is done when ``dst`` has taken it."""
+
+    @abstractmethod
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        """Leave a copy of ``x`` in the mailbox of ``dst``; False when it is full or gone."""
+
+    @abstractmethod
+    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+        """Wait for a message of any of ``sources`` and take it."""
+
+    @abstractmethod
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        """Take a message that has arrived, if there is one."""
+
+    @abstractmethod
+    def publish(self, x: Tensor) -> int:
+        """Put a copy of ``x`` into this rank's window; return its version, from 1."""
+
+    @abstractmethod
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        """Copy what ``src`` last published, and its version; None before the first."""
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+        """Start to sum ``x`` over ``members``; see :meth:`Comm.all_reduce`."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        """Give every member the ``x`` of ``src``."""
+
+    @abstractmethod
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        """Draw the next number of a counter that all ranks share; see :meth:`Comm.ticket`."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this world's clock, which never goes back."""
+
+    @abstractmethod
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        """A zeroed vector of ``like``'s dtype and device, where this world reduces it best."""
+
+    def compute(self, seconds: float) -> None:  # noqa: B027 - real time passes by itself
+        """Let computing time pass; only a virtual clock needs to be told."""
+
+    def step_begins(self, step: int) -> None:  # noqa: B027 - only a simulator injects faults
+        """Hear that the optimizer's step number ``step`` begins."""
+
+    def resume(self) -> None:  # noqa: B027 - only ranks that share a process have to
+        """Make ready for the user's code: it runs next, with this rank's random generators."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave: peers see this rank as gone, not as lost. Idempotent."""
+
+
+class Comm:
+    """Who is here, and how to talk to them: all that a strategy knows of the world.
+
+    Vectors are contiguous tensors. ``tag`` keeps messages of different meaning apart; between
+    two ranks and within a tag, messages keep their order.
+    """
+
+    def __init__(self, transport: Transport, members: Sequence[int] | None = None) -> None:
+        self.transport = transport
+        self.members = tuple(range(transport.size) if members is None else members)
+        self.rank = self.members.index(transport.rank)
+        self.size = len(self.members)
+
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have neither died nor left, this one included."""
+        alive = set(self.transport.alive())
+        return tuple(rank for rank, world in enumerate(self.members) if world in alive)
+
+    # Two-sided -----------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
+        """Send ``x``; return when ``dst`` has taken it. Never rely on buffering."""
+        self.transport.start_send(_vector(x), self._peer(dst), tag).wait()
+
+    def recv(self, like: Tensor, src: int, tag: int = 0) -> Tensor:
+        """Wait for a message from ``src`` that has the size and dtype of ``like``."""
+        return self.transport.take(like, (self._peer(src),), tag, f"recv from rank {src}")[1]
+
+    def recv_any(self, like: Tensor, tag: int = 0) -> tuple[int, Tensor]:
+        """Wait for a message from anyone: ``(src, x)``.
+
+        Raises:
+            PeersGone: every other rank has left, and nothing is left to take.
+        """
+        src, x = self.transport.take(like, self._others(), tag, "recv_any")
+        return self.members.index(src), x
+
+    def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:
+        """Send to ``dst`` while receiving from ``src``: the idiom of rings and pairs."""
+        sending = self.transport.start_send(_vector(x), self._peer(dst), tag)
+        received = self.recv(x, src, tag)
+        sending.wait()
+        return received
+
+    # One-sided -----------------------------------------------------------------------------------
+
+    def post(self, x: Tensor, dst: int, tag: int = 0) -> bool:
+        """Leave a copy of ``x`` for ``dst`` and go on; False when its mailbox is full or gone."""
+        return self.transport.post(_vector(x), self._peer(dst), tag)
+
+    def poll(self, like: Tensor, tag: int = 0) -> list[tuple[int, Tensor]]:
+        """Take all that has arrived, as ``[(src, x)]``. Never waits."""
+        taken = []
+        while (message := self.transport.take_now(like, self._others(), tag)) is not None:
+            taken.append((self.members.index(message[0]), message[1]))
+        return taken
+
+    def publish(self, x: Tensor) -> int:
+        """Let peers read a copy of ``x``; return its version, from 1."""
+        return self.transport.publish(_vector(x))
+
+    def peek(self, src: int, like: Tensor | None = None) -> tuple[int, Tensor] | None:
+        """What ``src`` last published, whole, and its version; None before the first.
+
+        With ``like``, a vector of another size or dtype is refused.
+        """
+        return self.transport.peek(self._peer(src), like)
+
+    # Collectives ---------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, weight: int = 1) -> int:
+        """Sum ``x`` over the ranks in rank order, in place; return the sum of the weights.
+
+        With the default weight the answer is the number of contributors: divide by it, never by
+        ``size``. A rank with weight 0 hands in nothing and still receives the sum.
+        """
+        return self.start_all_reduce(x, weight).wait()
+
+    def start_all_reduce(self, x: Tensor, weight: int = 1) -> Work:
+        """Start :meth:`all_reduce`; ``x`` belongs to the work until its ``wait``."""
+        if weight < 0:
+            raise UsageError(f"weight ({weight}) must be at least 0")
+        return self.transport.start_all_reduce(_vector(x), weight, self.members)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> None:
+        """Make ``x`` equal to that of ``src`` on every rank."""
+        self.transport.broadcast(_vector(x), self._peer(src, may_be_self=True), self.members)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        import torch
+
+        self.transport.start_all_reduce(torch.empty(0), 1, self.members).wait()
+
+    def group(self, ranks: Sequence[int]) -> Comm:
+        """The same contract among some of the ranks, which it counts from 0 in their order."""
+        if self.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise UsageError(f"group {tuple(ranks)} must hold rank {self.rank}, and each rank once")
+        return Comm(self.transport, [self.members[rank] for rank in ranks])
+
+    # Clock and data ------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds on this world's clock."""
+        return self.transport.now()
+
+    def compute(self, seconds: float) -> None:
+        """Let ``seconds`` of computing pass on a virtual clock; free on a real one."""
+        self.transport.compute(seconds)
+
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        """Draw the next number, from 0, of the counter ``queue`` in ``epoch``.
+
+        Every number is drawn once, by one rank. None when others are in a later epoch already:
+        a rank moves on only when it found this one exhausted.
+        """
+        return self.transport.ticket(queue, epoch)
+
+    # Helpers -------------------------------------------------------------------------------------
+
+    def _peer(self, rank: int, may_be_self: bool = False) -> int:
+        if not 0 <= rank < self.size or (rank == self.rank and not may_be_self):
+            others = f"0 to {self.size - 1}" + ("" if may_be_self else f", not {self.rank} itself")
+            raise UsageError(f"peer ({rank}) must be a rank of this group: {others}")
+        return self.members[rank]
+
+    def _others(self) -> tuple[int, ...]:
+        return tuple(member for member in self.members if member != self.transport.rank)
+
+
+def _vector(x: Tensor) -> Tensor:
+    """``x`` as a vector of the same memory."""
+    if not x.is_contiguous():
+        raise UsageError(f"a message must be a contiguous tensor, got strides {x.stride()}")
+    return x.detach().view(-1)
+
+
+def check_fit(like: Tensor, numel: int, dtype: Any, src: int, tag: int) -> None:
+    """Refuse a message that is not what the receiver asked for, before memory is taken for it."""
+    if (numel, dtype) != (like.numel(), like.dtype):
+        raise MessageMismatch(
+            f"message from rank {src} with tag {tag} holds {numel} x {dtype},"
+            f" expected {like.numel()} x {like.dtype}"
+        )

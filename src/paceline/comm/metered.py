@@ -1,0 +1,147 @@
+"""Metering as a wrapper: any transport, counted and traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.comm.base import Transport, Work
+from paceline.trace import Trace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Meter:
+    """What one rank has sent, and where its time went."""
+
+    bytes_sent: int = 0
+    messages: int = 0
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    loading_s: float = 0.0
+
+
+class MeteredTransport(Transport):
+    """Counts what goes through another transport, and writes it to a trace.
+
+    ``bytes_sent`` is the payload that strategies hand in: the same on every transport. An
+    all-reduce of n bytes counts n for each rank that contributes, a broadcast n for each member.
+    """
+
+    def __init__(self, inner: Transport, trace: Trace | None = None) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.meter = Meter()
+        self._trace = trace
+
+    def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
+        """Write an event of this rank to the trace, at the present time."""
+        if self._trace is not None:
+            self._trace.record(self.inner.now(), self.rank, event, peer, nbytes, **more)
+
+    def _sent(self, event: str, peer: int | None, nbytes: int, **more: Any) -> None:
+        self.meter.bytes_sent += nbytes
+        self.meter.messages += 1
+        self.note(event, peer, nbytes, **more)
+
+    def _waiting(self, operation: Callable[[], Any]) -> Any:
+        start_s = self.inner.now()
+        try:
+            return operation()
+        finally:
+            self.meter.wait_s += self.inner.now() - start_s
+
+    # Messages ------------------------------------------------------------------------------------
+
+    def alive(self) -> tuple[int, ...]:
+        return self.inner.alive()
+
+    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        self._sent("send", dst, x.nbytes, tag=tag)
+        return _MeteredWork(self, "send", self.inner.start_send(x, dst, tag))
+
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        left = self.inner.post(x, dst, tag)
+        if left:
+            self._sent("post", dst, x.nbytes, tag=tag)
+        else:
+            self.note("post_refused", dst, tag=tag)
+        return left
+
+    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+        src, x = self._waiting(lambda: self.inner.take(like, sources, tag, op))
+        self.note("recv", src, x.nbytes, tag=tag)
+        return src, x
+
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        message = self.inner.take_now(like, sources, tag)
+        if message is not None:
+            self.note("recv", message[0], message[1].nbytes, tag=tag)
+        return message
+
+    def publish(self, x: Tensor) -> int:
+        version = self.inner.publish(x)
+        self.note("publish", version=version)
+        return version
+
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        seen: tuple[int, Tensor] | None = self._waiting(lambda: self.inner.peek(src, like))
+        if seen is None:
+            self.note("peek", src, version=None)
+        else:
+            self._sent("peek", src, seen[1].nbytes, version=seen[0])
+        return seen
+
+    # Collectives ---------------------------------------------------------------------------------
+
+    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+        self._sent("all_reduce", None, x.nbytes if weight else 0, members=len(members))
+        return _MeteredWork(self, "all_reduce", self.inner.start_all_reduce(x, weight, members))
+
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        self._sent("broadcast", src, x.nbytes, members=len(members))
+        self._waiting(lambda: self.inner.broadcast(x, src, members))
+
+    # Clock and data ------------------------------------------------------------------------------
+
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        return self.inner.ticket(queue, epoch)
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def compute(self, seconds: float) -> None:
+        self.meter.compute_s += seconds
+        self.inner.compute(seconds)
+
+    def load(self, seconds: float) -> None:
+        """Let loading time pass: as :meth:`compute`, on another account."""
+        self.meter.loading_s += seconds
+        self.inner.compute(seconds)
+
+    def step_begins(self, step: int) -> None:
+        self.inner.step_begins(step)
+
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        return self.inner.allocate(numel, like)
+
+    def resume(self) -> None:
+        self.inner.resume()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _MeteredWork(Work):
+    def __init__(self, transport: MeteredTransport, op: str, inner: Work) -> None:
+        self._transport, self._op, self._inner = transport, op, inner
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self) -> int:
+        total: int = self._transport._waiting(self._inner.wait)
+        self._transport.note(f"{self._op}_end")
+        return total

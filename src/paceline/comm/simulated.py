@@ -1,0 +1,498 @@
+"""The simulated world: all ranks in one process, on a virtual clock.
+
+:class:`World` is what the ranks share, :class:`SimulatedTransport` one rank's view of it. Exactly
+one rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.base import MAILBOX_CAPACITY, Limits, Transport, Work, check_fit
+from paceline.errors import MessageMismatch, PeerLost, PeersGone
+from paceline.seeds import user_seed
+from paceline.sim.cluster import Cluster
+from paceline.sim.compute import Costs
+from paceline.sim.faults import Fault
+from paceline.sim.kernel import Baton, Calendar, Killed
+from paceline.sim.network import Network
+
+Vigil = Callable[[], BaseException | None]
+
+
+class World:
+    """Everything that the ranks of one simulation share."""
+
+    def __init__(
+        self, cluster: Cluster, size: int, *, seed: int, limits: Limits, faults: Sequence[Fault]
+    ) -> None:
+        self.size, self.limits = size, limits
+        self.calendar = Calendar()
+        self.baton = Baton(self.calendar, size, limits.progress_limit_s)
+        self.network = Network(cluster)
+        self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
+        self.generators = Generators([user_seed(seed, rank) for rank in range(size)])
+        self.inboxes: list[list[Message]] = [[] for _ in range(size)]
+        self.windows: list[tuple[int, Tensor] | None] = [None] * size
+        self.queues: dict[int, list[int]] = {}
+        self.collectives: dict[tuple[tuple[int, ...], int], Collective] = {}
+        self.departed: dict[int, str] = {}
+        self.vigils: dict[int, Vigil] = {}
+        self.receivers: dict[int, tuple[Sequence[int], int]] = {}
+        self.joined_late = {f.rank: f.at_s or 0.0 for f in faults if f.kind == "join"}
+        self._faults = [fault for fault in faults if fault.kind != "join"]
+        self._lost: set[int] = set()
+
+    def run(self, body: Callable[[SimulatedTransport], None]) -> None:
+        """Run ``body`` on every rank to the end of the simulation."""
+
+        def on_rank(rank: int) -> None:
+            torch.set_num_threads(1)
+            transport = SimulatedTransport(self, rank)
+            transport.resume()
+            body(transport)
+            transport.close()
+
+        for fault in self._faults:
+            if fault.at_step is None:
+                self.calendar.call(fault.at_s or 0.0, lambda fault=fault: self.inject(fault))
+        threads = torch.get_num_threads()
+        with self.generators:
+            self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
+        torch.set_num_threads(threads)
+
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have come, and have neither left nor died."""
+        now_s, late = self.calendar.now_s, self.joined_late
+        return tuple(
+            rank
+            for rank in range(self.size)
+            if rank not in self.departed and late.get(rank, 0.0) <= now_s
+        )
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that died, or were frozen for too long."""
+        return tuple(sorted(self._lost))
+
+    # Faults --------------------------------------------------------------------------------------
+
+    def faults_at(self, rank: int, step: int) -> list[Fault]:
+        """The faults that befall ``rank`` before its own step ``step``."""
+        return [fault for fault in self._faults if fault.rank == rank and fault.at_step == step]
+
+    def inject(self, fault: Fault) -> None:
+        """Let ``fault`` happen now."""
+        if fault.rank in self.departed:
+            return
+        if fault.kind == "kill":
+            self.baton.interrupt(fault.rank, Killed())
+            self._lose(fault.rank, "it died")
+        elif fault.kind == "freeze":
+            self._freeze(fault)
+        elif fault.kind == "slow":
+            self._slow(fault)
+
+    def _freeze(self, fault: Fault) -> None:
+        rank, since_s = fault.rank, self.calendar.now_s
+        self.baton.freeze(rank)
+
+        def give_up() -> None:
+            if self.baton.ranks[rank].frozen_since_s == since_s:
+                self._lose(rank, f"it has been stopped for {self.limits.dead_s:g} s")
+
+        self.calendar.call(since_s + self.limits.dead_s, give_up)
+        if fault.for_s is not None:
+            self.calendar.call(since_s + fault.for_s, lambda: self.baton.thaw(rank))
+
+    def _slow(self, fault: Fault) -> None:
+        assert fault.factor is not None
+        costs, factor = self.costs[fault.rank], fault.factor
+        costs.slowdown *= factor
+        if fault.for_s is not None:
+
+            def restore() -> None:
+                costs.slowdown /= factor
+
+            self.calendar.call(self.calendar.now_s + fault.for_s, restore)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self._lost.add(rank)
+        self.depart(rank, reason)
+
+    def depart(self, rank: int, reason: str) -> None:
+        """Take ``rank`` out, and tell those whose wait can no longer end."""
+        if rank in self.departed:
+            return
+        self.departed[rank] = reason
+        self.inboxes[rank].clear()
+        for inbox in self.inboxes:
+            inbox[:] = [message for message in inbox if message.posted or message.src != rank]
+        for waiting, vigil in list(self.vigils.items()):
+            if waiting != rank and (error := vigil()) is not None:
+                self.baton.interrupt(waiting, error)
+
+
+@dataclass
+class Message:
+    """A message on its way to, or in, a mailbox. A posted one carries its own copy."""
+
+    src: int
+    tag: int
+    x: Tensor
+    posted: bool
+    arrived_s: float
+    taken: bool = False
+    awaited: bool = False
+
+
+class Offer(Work):
+    """A message that its sender holds until it is taken."""
+
+    def __init__(self, transport: SimulatedTransport, message: Message, dst: int) -> None:
+        self._transport, self._message, self._dst = transport, message, dst
+
+    def done(self) -> bool:
+        return self._message.taken
+
+    def wait(self) -> int:
+        if not self._message.taken:
+            op = f"send to rank {self._dst}"
+            self._message.awaited = True
+            self._transport.wait(op, (self._dst,), lambda: self._transport.lost([self._dst], op))
+        return 1
+
+
+class Collective:
+    """One operation among the members of a group."""
+
+    def __init__(self, world: World, op: str, members: tuple[int, ...]) -> None:
+        self.op, self.members = op, members
+        self.total = 0
+        self.result: Tensor | None = None
+        self.done = False
+        self._world = world
+        self._inputs: dict[int, tuple[Tensor, int]] = {}
+        self._waiting: set[int] = set()
+        self._left = len(members)
+
+    @property
+    def missing(self) -> list[int]:
+        return [member for member in self.members if member not in self._inputs]
+
+    def arrive(self, rank: int, op: str, x: Tensor, weight: int) -> None:
+        """Commit this rank's part; the last one to come sets the end."""
+        for other, (theirs, _) in self._inputs.items():
+            if op != self.op or (theirs.numel(), theirs.dtype) != (x.numel(), x.dtype):
+                raise MessageMismatch(
+                    f"rank {rank} calls {op} of {x.numel()} x {x.dtype} where rank {other} calls"
+                    f" {self.op} of {theirs.numel()} x {theirs.dtype}"
+                )
+        self._inputs[rank] = (x, weight)
+        if len(self._inputs) == len(self.members):
+            self._combine()
+
+    def lost(self) -> PeerLost | None:
+        """The error of those who wait, when a member has gone before it arrived."""
+        gone = [rank for rank in self.missing if rank in self._world.departed]
+        if not gone:
+            return None
+        return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
+
+    def wait(self, transport: SimulatedTransport) -> None:
+        """Wait for the end, and forget the operation when the last member has seen it."""
+        if not self.done:
+            self._waiting.add(transport.rank)
+            transport.wait(self.op, self.missing or self.members, self.lost)
+        self._left -= 1
+
+    @property
+    def over(self) -> bool:
+        return self._left == 0
+
+    def _combine(self) -> None:
+        world, (x, _) = self._world, self._inputs[self.members[0]]
+        contributions = [self._inputs[m] for m in self.members if self._inputs[m][1]]
+        self.total = sum(weight for _, weight in contributions)
+        nbytes = x.nbytes if contributions else 0
+        if contributions and x.numel():
+            self.result = contributions[0][0].clone()
+            for theirs, _ in contributions[1:]:
+                self.result += theirs
+        price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
+        cost = price(self.members, nbytes)
+        if cost.seconds > 0:
+            world.calendar.call(world.calendar.now_s + cost.seconds, self._complete)
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        self.done = True
+        self._inputs.clear()
+        for rank in sorted(self._waiting):
+            self._world.baton.wake(rank)
+
+
+class CollectiveWork(Work):
+    """One member's part in a collective."""
+
+    def __init__(self, transport: SimulatedTransport, key: Any, part: Collective, x: Tensor):
+        self._transport, self._key, self._part, self._x = transport, key, part, x
+
+    def done(self) -> bool:
+        return self._part.done
+
+    def wait(self) -> int:
+        self._part.wait(self._transport)
+        if self._part.result is not None:
+            self._x.copy_(self._part.result)
+        if self._part.over:
+            del self._transport.world.collectives[self._key]
+        return self._part.total
+
+
+class SimulatedTransport(Transport):
+    """One rank's view of a :class:`World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self._baton, self._calendar = world.baton, world.calendar
+        self._operations: dict[tuple[int, ...], int] = {}
+
+    # Waiting -------------------------------------------------------------------------------------
+
+    def wait(self, op: str, peers: Sequence[int], vigil: Vigil, patient: bool = False) -> None:
+        """Wait to be woken; ``vigil`` tells, whenever a rank departs, whether to give up."""
+        if (error := vigil()) is not None:
+            raise error
+        self.world.vigils[self.rank] = vigil
+        start_s = self._calendar.now_s
+        try:
+            self._baton.wait(self.rank, op, peers, patient)
+        except PeerLost as lost:
+            waited_s = self._calendar.now_s - start_s
+            raise PeerLost(lost.ranks, lost.op, lost.reason, waited_s) from None
+        finally:
+            self.world.vigils.pop(self.rank, None)
+
+    def lost(self, peers: Sequence[int], op: str) -> PeerLost | None:
+        """The error of a wait for ``peers``, when none of them is there any more."""
+        departed = self.world.departed
+        if any(peer not in departed for peer in peers):
+            return None
+        return PeerLost(peers, op, departed[peers[0]], 0.0)
+
+    def _until(self, time_s: float, op: str, peers: Sequence[int]) -> None:
+        if time_s > self._calendar.now_s:
+            self._baton.wake(self.rank, time_s)
+            self.wait(op, peers, lambda: None)
+
+    # Messages ------------------------------------------------------------------------------------
+
+    def alive(self) -> tuple[int, ...]:
+        return self.world.alive()
+
+    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        self._baton.check(self.rank)
+        message = Message(self.rank, tag, x, False, self._calendar.now_s)
+        self._leave(message, dst)
+        return Offer(self, message, dst)
+
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        self._baton.check(self.rank)
+        inbox = self.world.inboxes[dst]
+        held = sum(message.posted and message.src == self.rank for message in inbox)
+        if held >= MAILBOX_CAPACITY or dst in self.world.departed:
+            return False
+        now_s = self._calendar.now_s
+        there_s = self.world.network.transfer(now_s, self.rank, dst, x.nbytes)
+        self._leave(Message(self.rank, tag, x.clone(), True, there_s), dst)
+        return True
+
+    def _leave(self, message: Message, dst: int) -> None:
+        if dst in self.world.departed:
+            return
+        self.world.inboxes[dst].append(message)
+        if message.arrived_s > self._calendar.now_s:
+            self._calendar.call(message.arrived_s, lambda: self._ring(message, dst))
+        else:
+            self._ring(message, dst)
+
+    def _ring(self, message: Message, dst: int) -> None:
+        sources, tag = self.world.receivers.get(dst, ((), 0))
+        if message.tag == tag and message.src in sources:
+            self._baton.wake(dst)
+
+    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+        self._baton.check(self.rank)
+        while (message := self._find(sources, tag)) is None:
+            self.world.receivers[self.rank] = (sources, tag)
+            try:
+                self.wait(op, sources, lambda: self._no_more(sources, tag, op), op == "recv_any")
+            finally:
+                del self.world.receivers[self.rank]
+        return self._receive(message, like, op)
+
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        self._baton.check(self.rank)
+        message = self._find(sources, tag)
+        return None if message is None else self._receive(message, like, "poll")
+
+    def _find(self, sources: Sequence[int], tag: int) -> Message | None:
+        """The message that arrived first; one that overtook another of its sender waits for it."""
+        heads: dict[int, Message] = {}
+        for message in self.world.inboxes[self.rank]:
+            if message.tag == tag and message.src in sources:
+                heads.setdefault(message.src, message)
+        now_s = self._calendar.now_s
+        arrived = [message for message in heads.values() if message.arrived_s <= now_s]
+        return min(arrived, key=lambda message: message.arrived_s, default=None)
+
+    def _receive(self, message: Message, like: Tensor, op: str) -> tuple[int, Tensor]:
+        self.world.inboxes[self.rank].remove(message)
+        check_fit(like, message.x.numel(), message.x.dtype, message.src, message.tag)
+        if message.posted:
+            return message.src, message.x.view_as(like)
+        now_s = self._calendar.now_s
+        there_s = self.world.network.transfer(now_s, message.src, self.rank, message.x.nbytes)
+        x = message.x.clone()
+        self._until(there_s, op, (message.src,))
+        message.taken = True
+        if message.awaited:
+            self._baton.wake(message.src)
+        return message.src, x.view_as(like)
+
+    def _no_more(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
+        """Why to give up on a message: all who could send it are gone, and none is on its way."""
+        inbox = self.world.inboxes[self.rank]
+        if any(message.tag == tag and message.src in sources for message in inbox):
+            return None
+        lost = self.lost(sources, op)
+        return PeersGone() if lost and op == "recv_any" else lost
+
+    # Windows -------------------------------------------------------------------------------------
+
+    def publish(self, x: Tensor) -> int:
+        self._baton.check(self.rank)
+        previous = self.world.windows[self.rank]
+        version = 1 if previous is None else previous[0] + 1
+        self.world.windows[self.rank] = (version, x.clone())
+        return version
+
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        self._baton.check(self.rank)
+        network, op = self.world.network, f"peek at rank {src}"
+        latency_s = network.link(self.rank, src).latency_s
+        self._until(self._calendar.now_s + latency_s, op, (src,))
+        window = self.world.windows[src] if src not in self.world.departed else None
+        if window is None:
+            self._until(self._calendar.now_s + latency_s, op, (src,))
+            return None
+        version, x = window
+        if like is not None:
+            check_fit(like, x.numel(), x.dtype, src, 0)
+        there_s = network.transfer(self._calendar.now_s, src, self.rank, x.nbytes)
+        self._until(there_s, op, (src,))
+        return version, x.clone()
+
+    # Collectives ---------------------------------------------------------------------------------
+
+    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+        return self._start("all_reduce", x, weight, members)
+
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        self._start("broadcast", x, int(src == self.rank), members).wait()
+
+    def _start(self, op: str, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+        self._baton.check(self.rank)
+        number = self._operations.get(members, 0)
+        self._operations[members] = number + 1
+        key = (members, number)
+        part = self.world.collectives.get(key)
+        if part is None:
+            part = self.world.collectives[key] = Collective(self.world, op, members)
+        part.arrive(self.rank, op, x, weight)
+        return CollectiveWork(self, key, part, x)
+
+    # Clock and data ------------------------------------------------------------------------------
+
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        self._baton.check(self.rank)
+        state = self.world.queues.setdefault(queue, [epoch, 0])
+        if state[0] > epoch:
+            return None
+        if state[0] < epoch:
+            state[:] = [epoch, 0]
+        state[1] += 1
+        return state[1] - 1
+
+    def now(self) -> float:
+        return self._calendar.now_s
+
+    def compute(self, seconds: float) -> None:
+        if seconds > 0:
+            self._baton.sleep(self.rank, seconds)
+
+    def step_begins(self, step: int) -> None:
+        for fault in self.world.faults_at(self.rank, step):
+            self.world.inject(fault)
+        self._baton.check(self.rank)
+        self._baton.stay_frozen(self.rank)
+
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_zeros(numel)
+
+    def resume(self) -> None:
+        self._baton.check(self.rank)
+        self.world.generators.switch_to(self.rank)
+
+    def close(self) -> None:
+        self.world.depart(self.rank, "it has finished")
+
+
+class Generators:
+    """The global random generators of each rank, of which one set is in place at a time.
+
+    As a context manager it keeps those of the calling program, and puts them back.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+        self._saved: dict[int, tuple[Tensor, Any, Any]] = {}
+        self._in_place = -1
+
+    def __enter__(self) -> Generators:
+        self._in_place = -1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.switch_to(-1)
+
+    def switch_to(self, rank: int) -> None:
+        """Put the generators of ``rank`` in place."""
+        if rank == self._in_place:
+            return
+        self._saved[self._in_place] = (
+            torch.default_generator.get_state(),
+            np.random.get_bit_generator(),
+            random.getstate(),
+        )
+        torch_state, numpy_generator, python_state = self._saved.pop(rank, None) or self._new(rank)
+        torch.default_generator.set_state(torch_state)
+        np.random.set_bit_generator(numpy_generator)
+        random.setstate(python_state)
+        self._in_place = rank
+
+    def _new(self, rank: int) -> tuple[Tensor, Any, Any]:
+        seed = self._seeds[rank]
+        torch_state = torch.Generator().manual_seed(seed).get_state()
+        numpy_generator = np.random.MT19937()
+        np.random.RandomState(numpy_generator).seed(seed)
+        return torch_state, numpy_generator, random.Random(seed).getstate()

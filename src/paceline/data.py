@@ -1,0 +1,315 @@
+"""Which worker sees which samples, and when.
+
+Four ways to share a data set, each giving every sample once an epoch:
+
+=========  =========================================================================================
+``shard``  each global batch of the shuffled set is divided among the ranks; synchronous methods
+``queue``  workers take the next batch from one queue, so that a slow one takes fewer; asynchronous
+``static`` each rank keeps a fixed shard and shuffles it
+``skewed`` as ``static``, with shards cut by label: each worker sees a few classes only
+=========  =========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import SequentialSampler as Sequential
+
+from paceline.errors import UsageError
+from paceline.options import one_of
+from paceline.seeds import stream
+
+if TYPE_CHECKING:
+    from paceline.worker import Worker
+
+Sharing = Literal["auto", "shard", "queue", "static", "skewed"]
+SHARINGS = ("auto", "shard", "queue", "static", "skewed")
+Indices = NDArray[np.int64]
+
+
+def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
+    """The sizes of an epoch's global batches, such that every worker has a part in each.
+
+    All but the last one or two are full. A rest too small to give each worker a sample is put
+    together with the batch before it and divided anew.
+
+    >>> global_batches(100, 8, 4), global_batches(66, 8, 4), global_batches(5, 1, 4)
+    ([32, 32, 32, 4], [32, 17, 17], [5])
+    """
+    whole = batch_size * workers
+    full, rest = divmod(samples, whole)
+    if rest == 0 or rest >= workers or full == 0:
+        return [whole] * full + ([rest] if rest else [])
+    tail = whole + rest
+    parts = 2 if tail >= 2 * workers else 1
+    return [whole] * (full - 1) + [tail // parts + (i < tail % parts) for i in range(parts)]
+
+
+def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> list[Indices]:
+    """The batches of ``rank``: its part of each global batch of ``order``."""
+    sizes = global_batches(len(order), batch_size, workers)
+    ends = np.cumsum(sizes)
+    parts = [
+        np.array_split(order[end - size : end], workers)[rank]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return [part for part in parts if len(part)]
+
+
+def cut(order: Indices, batch_size: int) -> list[Indices]:
+    """``order`` in batches, the last one as short as it is."""
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+
+class DrawnBatch(NamedTuple):
+    """What a worker has to know of a batch: where it stands, and how many samples it has."""
+
+    epoch: int
+    index: int
+    samples: int
+    full: int
+    epochs_done: float
+
+
+class PacedLoader:
+    """A DataLoader that shares its data with the other workers; each iteration is an epoch."""
+
+    def __init__(
+        self, loader: DataLoader[Any], worker: Worker, sharing: Sharing, number: int
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            kind = type(loader).__name__
+            raise UsageError(f"setup_dataloaders takes torch DataLoaders, got {kind}")
+        one_of("data", sharing, SHARINGS)
+        if sharing == "auto":
+            sharing = "shard" if worker.strategy.synchronous else "queue"
+        self.sharing, self.epoch, self._worker, self._number = sharing, 0, worker, number
+        self._user_loader = loader
+        self._streams = isinstance(loader.dataset, IterableDataset)
+        self._source = _Stream(self) if self._streams else _Map(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        batches = iter(self._source.batches(epoch))
+        while (drawn := self._worker.timed_loading(lambda: next(batches, None))) is not None:
+            index, samples, share, batch = drawn
+            full = self._user_loader.batch_size or 0
+            self._worker.batch_arrived(DrawnBatch(epoch, index, samples, full, epoch + share))
+            yield _move(batch, self._worker.device)
+
+    def __len__(self) -> int:
+        """Batches of this worker in its next epoch; of a queue, an equal part of them."""
+        return self._source.length(self.epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._user_loader, name)
+
+    def tickets(self, epoch: int) -> Iterator[int]:
+        """The numbers of the batches that this worker takes from the queue."""
+        comm = self._worker.comm
+        while (ticket := comm.ticket(self._number, epoch)) is not None:
+            yield ticket
+
+
+class _Stream:
+    """An iterable data set: every worker reads it, and keeps the batches that are its own."""
+
+    def __init__(self, owner: PacedLoader) -> None:
+        self._owner, self._loader = owner, owner._user_loader
+        if owner.sharing == "skewed":
+            raise UsageError("data (skewed) must not be used with an iterable data set")
+
+    def length(self, epoch: int) -> int:
+        owner = self._owner
+        total = len(self._loader)
+        return total if owner.sharing == "static" else -(-total // owner._worker.size)
+
+    def batches(self, epoch: int) -> Iterator[tuple[int, int, float, Any]]:
+        wanted = self._wanted(epoch)
+        mine = next(wanted, None)
+        for index, batch in enumerate(self._loader):
+            if index == mine:
+                yield index, _count(batch), 0.0, batch
+                mine = next(wanted, None)
+
+    def _wanted(self, epoch: int) -> Iterator[int]:
+        rank, size = self._owner._worker.rank, self._owner._worker.size
+        if self._owner.sharing == "queue":
+            yield from self._owner.tickets(epoch)
+        step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)
+        while True:
+            yield index
+            index += step
+
+
+class _Map:
+    """A map-style data set: a plan of index lists, fed to a DataLoader like the user's own."""
+
+    def __init__(self, owner: PacedLoader) -> None:
+        self._owner, self._loader = owner, owner._user_loader
+        self._taken: deque[tuple[int, int]] = deque()
+        self._epoch, self._count = 0, 1
+        if self._loader.batch_size is None and isinstance(self._loader.sampler, Sequential):
+            raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
+        self._order = _order(self._loader, owner._worker.seed)
+        self._shards = self._fixed_shards() if owner.sharing in ("static", "skewed") else None
+        self._inner = _rebuild(self._loader, _Plan(self))
+
+    def length(self, epoch: int) -> int:
+        if self._owner.sharing == "queue":
+            return -(-len(self._queue(epoch)) // self._owner._worker.size)
+        return len(self._mine(epoch))
+
+    def batches(self, epoch: int) -> Iterator[tuple[int, int, float, Any]]:
+        self._epoch = epoch
+        self._taken.clear()
+        for batch in self._inner:
+            index, samples = self._taken.popleft()
+            yield index, samples, (index + 1) / self._count, batch
+
+    def plan(self) -> Iterator[list[int]]:
+        """The index lists of the present epoch, noted as they are drawn."""
+        queued = self._owner.sharing == "queue"
+        batches = self._queue(self._epoch) if queued else self._mine(self._epoch)
+        self._count = max(1, len(batches))
+        for index, batch in self._from_queue(batches) if queued else enumerate(batches):
+            self._taken.append((index, len(batch)))
+            yield batch if isinstance(batch, list) else batch.tolist()
+
+    def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for ticket in self._owner.tickets(self._epoch):
+            if ticket >= len(queue):
+                return
+            yield ticket, queue[ticket]
+
+    def _queue(self, epoch: int) -> Sequence[Any]:
+        order = self._order(epoch)
+        if isinstance(order, list):
+            return order
+        assert self._loader.batch_size is not None
+        return self._drop_last(cut(order, self._loader.batch_size))
+
+    def _mine(self, epoch: int) -> Sequence[Any]:
+        worker, order = self._owner._worker, self._order(epoch)
+        if isinstance(order, list):
+            return order[worker.rank :: worker.size]
+        assert self._loader.batch_size is not None
+        if self._shards is not None:
+            shard = self._shards[worker.rank]
+            random = stream(worker.seed, "shard", epoch, worker.rank)
+            return self._drop_last(cut(random.permutation(shard), self._loader.batch_size))
+        if self._loader.drop_last:
+            order = order[: len(order) - len(order) % (self._loader.batch_size * worker.size)]
+        return shard_epoch(order, self._loader.batch_size, worker.size, worker.rank)
+
+    def _drop_last(self, batches: list[Indices]) -> list[Indices]:
+        short = batches and len(batches[-1]) != self._loader.batch_size
+        return batches[:-1] if short and self._loader.drop_last else batches
+
+    def _fixed_shards(self) -> list[Indices]:
+        worker, samples = self._owner._worker, len(self._loader.dataset)  # type: ignore[arg-type]
+        if isinstance(self._order(0), list) or not _is_plain(self._loader):
+            raise UsageError(f"data ({self._owner.sharing}) must be used without a sampler")
+        order = np.arange(samples)
+        if self._owner.sharing == "skewed":
+            order = np.argsort(_labels(self._loader.dataset), kind="stable")
+        return np.array_split(order, worker.size)
+
+
+class _Plan:
+    """The batch sampler of a :class:`_Map`; an object, so that loader processes can copy it."""
+
+    def __init__(self, source: _Map) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._source.plan()
+
+    def __len__(self) -> int:
+        return self._source.length(self._source._epoch)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether the loader goes once over its data, in order or shuffled."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return isinstance(sampler, Sequential)
+
+
+def _order(loader: DataLoader[Any], seed: int) -> Callable[[int], Indices | list[list[int]]]:
+    """A function that gives an epoch's order: indices, or whole batches of the user's own."""
+    own_batches = type(loader.batch_sampler) is not BatchSampler
+    if not own_batches and _is_plain(loader):
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        if isinstance(loader.sampler, RandomSampler):
+            return lambda epoch: stream(seed, "data", epoch).permutation(samples)
+        return lambda epoch: np.arange(samples)
+
+    def drawn(epoch: int) -> Indices | list[list[int]]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(stream(seed, "data", epoch).integers(2**31)))
+            if own_batches:
+                return [list(batch) for batch in loader.batch_sampler]  # type: ignore[union-attr]
+            return np.fromiter(loader.sampler, dtype=np.int64)
+
+    return drawn
+
+
+def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
+    """A loader like the user's, on our plan of batches."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=plan,  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def _labels(dataset: Any) -> Indices:
+    labels = getattr(dataset, "targets", None)
+    if labels is None and len(getattr(dataset, "tensors", ())) > 1:
+        labels = dataset.tensors[1]
+    if labels is None:
+        labels = [int(dataset[i][1]) for i in range(len(dataset))]
+    return np.asarray(labels)
+
+
+def _count(batch: Any) -> int:
+    """The samples of a batch: the first length that is found in it."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, dict):
+        return _count(next(iter(batch.values()))) if batch else 0
+    if isinstance(batch, (list, tuple)):
+        return _count(batch[0]) if batch else 0
+    return 1
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    """The tensors of a batch on ``device``, in the batch's own structure."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _move(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [_move(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

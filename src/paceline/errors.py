@@ -1,0 +1,113 @@
+"""What can go wrong, as one tree.
+
+.. code-block:: text
+
+    PacelineError
+    ├── UsageError (also a ValueError)   something the user gave: name, value, rule     exit code 2
+    ├── CommError                        an exchange between ranks failed
+    │   ├── PeerLost                     a peer died, stopped or has left               exit code 3
+    │   ├── CommTimeout                  a peer lives, but the wait outlasted its limit exit code 3
+    │   └── MessageMismatch              a message does not fit what was expected       exit code 1
+    ├── WorkerFailed                     the user's code raised on a rank               exit code 1
+    └── Deadlock                         every rank of a simulation waits               exit code 1
+
+``PeersGone`` is not an error: it ends the loop of a rank that serves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError, ValueError):
+    """Something that the user gave is not right; the message has name, value and rule."""
+
+    exit_code = 2
+
+
+class CommError(PacelineError):
+    """An exchange between ranks failed."""
+
+
+class PeerLost(CommError):
+    """A peer died, stopped for longer than ``dead_s``, or left while it was still needed."""
+
+    exit_code = 3
+
+    def __init__(self, ranks: int | Sequence[int], op: str, reason: str, waited_s: float) -> None:
+        self.ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+        self.op, self.reason, self.waited_s = op, reason, waited_s
+        super().__init__(f"lost {name_ranks(self.ranks)} in {op} after {waited_s:.2f} s: {reason}")
+
+    @property
+    def rank(self) -> int:
+        """The lost rank, or the first of several."""
+        return self.ranks[0]
+
+
+class CommTimeout(CommError):
+    """A peer is alive, but did not do its part within ``progress_limit_s``."""
+
+    exit_code = 3
+
+    def __init__(self, ranks: int | Sequence[int], op: str, waited_s: float) -> None:
+        self.ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+        self.op, self.waited_s = op, waited_s
+        who = name_ranks(self.ranks)
+        super().__init__(
+            f"waited {waited_s:.0f} s in {op} for {who}, alive but not there"
+            " (progress_limit_s sets the limit)"
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank that was waited for, or the first of several."""
+        return self.ranks[0]
+
+
+class MessageMismatch(CommError):
+    """A message has another size or dtype than the receiver asked for."""
+
+
+class WorkerFailed(PacelineError):
+    """The user's code raised on a rank; ``details`` is that rank's own traceback."""
+
+    def __init__(self, rank: int, summary: str, details: str = "") -> None:
+        self.rank, self.summary, self.details = rank, summary, details
+        super().__init__(f"rank {rank}: {summary}")
+
+
+class Deadlock(PacelineError):
+    """Every rank of a simulation waits for another; the message names what for."""
+
+
+class PeersGone(Exception):
+    """Every peer that could still send has left: the end of a serving rank's loop."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence.
+
+    >>> name_ranks([2]), name_ranks([0, 1, 3])
+    ('rank 2', 'ranks 0, 1, 3')
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def unknown(kind: str, name: str, available: Iterable[str]) -> UsageError:
+    """Say that a name is not known, the nearest one that is, and all the others.
+
+    >>> print(unknown("strategy", "sagd", ["allreduce", "sasgd"]))
+    no strategy "sagd"; did you mean "sasgd"? available: allreduce, sasgd
+    """
+    names = sorted(available)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f'; did you mean "{near[0]}"?' if near else ";"
+    return UsageError(f'no {kind} "{name}"{hint} available: {", ".join(names) or "none"}')

@@ -1,0 +1,177 @@
+"""One contiguous vector ``x`` of all parameters, and ``g`` of their gradients.
+
+The only file that knows parameter lists. ``x`` holds, group by group, what the user's optimizer
+trains; the parameters themselves become views of it, with their shapes, strides and names. ``g``
+is filled by :meth:`Flat.gather`: autograd keeps its own gradients until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+
+Allocate = Callable[[int, Tensor], Tensor]
+
+
+class Span(NamedTuple):
+    """Where one parameter lies in the vectors."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    end: int
+    group: int
+
+
+class Flat:
+    """The flat parameters of a model and its optimizer.
+
+    Args:
+        model: names the parameters in messages.
+        optimizer: says which parameters are trained, in which groups.
+        allocate: gives zeroed memory for a vector, ``allocate(numel, like)``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, allocate: Allocate) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.groups: list[slice] = []
+        self.spans: list[Span] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._allocate = allocate
+        start = 0
+        for number, group in enumerate(optimizer.param_groups):
+            first = start
+            for index, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"group {number}, parameter {index}")
+                if not parameter.requires_grad:
+                    self._frozen.append((name, parameter))
+                    continue
+                _check(name, parameter)
+                end = start + parameter.numel()
+                self.spans.append(Span(name, parameter, start, end, number))
+                start = end
+            self.groups.append(slice(first, start))
+        self.x = self._bind()
+        self._g: Tensor | None = None
+        self._g_views: list[Tensor] = []
+        self.missing: list[bool] = [False] * len(self.spans)
+
+    def _bind(self) -> Tensor:
+        """Move the parameters into one vector and make them views of it."""
+        if not self.spans:
+            raise UsageError("the optimizer has no parameter that requires a gradient")
+        _check_same(self.spans)
+        _check_separate(self.spans)
+        x = self._allocate(self.spans[-1].end, self.spans[0].parameter.detach())
+        for span, view in zip(self.spans, self.views(x), strict=True):
+            view.copy_(span.parameter.detach())
+            span.parameter.data = view
+        self._pointers = [span.parameter.data_ptr() for span in self.spans]
+        return x
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """``vector`` cut into tensors that are shaped and strided like the parameters."""
+        return [
+            vector[span.start : span.end].as_strided(
+                span.parameter.shape, span.parameter.stride(), vector.storage_offset() + span.start
+            )
+            for span in self.spans
+        ]
+
+    @property
+    def g(self) -> Tensor:
+        """The vector of gradients, made when it is first needed."""
+        if self._g is None:
+            self._g = self._allocate(self.x.numel(), self.x)
+            self._g_views = self.views(self._g)
+        return self._g
+
+    def gather(self) -> Tensor:
+        """Copy the gradients into ``g`` and make them views of it.
+
+        A parameter without a gradient has zeros in ``g`` and still no gradient afterwards.
+        """
+        g, sources, targets = self.g, [], []
+        for index, (span, view) in enumerate(zip(self.spans, self._g_views, strict=True)):
+            grad = span.parameter.grad
+            self.missing[index] = grad is None
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr():
+                _check_grad(span.name, grad)
+                sources.append(grad)
+                targets.append(view)
+                span.parameter.grad = view
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return g
+
+    def show_gradients(self, present: Iterable[bool]) -> None:
+        """Let exactly those parameters that are ``present`` have their part of ``g`` as gradient."""
+        for span, view, wanted in zip(self.spans, self._g_views, present, strict=True):
+            span.parameter.grad = view if wanted else None
+
+    def check(self) -> None:
+        """Refuse to go on when a parameter has left ``x``, or a frozen one has a gradient."""
+        for span, pointer in zip(self.spans, self._pointers, strict=True):
+            if span.parameter.data_ptr() != pointer:
+                raise UsageError(
+                    f"parameter {span.name} is no longer a view of the flat vector: .to(),"
+                    " load_state_dict(assign=True) and vector_to_parameters move parameters;"
+                    " call them before worker.setup"
+                )
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {name} was frozen at worker.setup and has a gradient now:"
+                    " unfreeze it before worker.setup"
+                )
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    """Refuse what cannot be a view of one dense vector."""
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise UsageError(f"parameter {name} has no shape yet: run one forward before worker.setup")
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UsageError(f"parameter {name} ({type(parameter).__name__}) must be a plain parameter")
+    if parameter.is_meta:
+        raise UsageError(f"parameter {name} is on the meta device: give it memory first")
+    if not parameter.is_floating_point():
+        raise UsageError(f"parameter {name} ({parameter.dtype}) must be of a real floating dtype")
+    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    if not dense:
+        raise UsageError(f"parameter {name} has gaps or overlaps (strides {parameter.stride()})")
+
+
+def _check_same(spans: list[Span]) -> None:
+    for what in ("dtype", "device"):
+        kinds = Counter(str(getattr(span.parameter, what)) for span in spans)
+        if len(kinds) > 1:
+            counts = ", ".join(f"{kind} ({count} parameters)" for kind, count in kinds.items())
+            raise UsageError(
+                f"all trained parameters must have one {what}, got {counts};"
+                " keep the model in one dtype on one device (torch.autocast does the rest)"
+            )
+
+
+def _check_separate(spans: list[Span]) -> None:
+    """Weights tied as one parameter are fine; two parameters that share memory are not."""
+    ordered = sorted(spans, key=lambda span: span.parameter.data_ptr())
+    for before, after in zip(ordered, ordered[1:], strict=False):
+        if before.parameter.data_ptr() + before.parameter.nbytes > after.parameter.data_ptr():
+            raise UsageError(
+                f"parameters {before.name} and {after.name} share memory: tie weights by using"
+                " one nn.Parameter in both places"
+            )
+
+
+def _check_grad(name: str, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise UsageError(f"the gradient of {name} is sparse: use dense ones (sparse=False)")

@@ -1,0 +1,122 @@
+"""Options as dataclass fields: built from what a user typed, refused with name, value and rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import UsageError, unknown
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Make a dataclass of ``values``; ``where`` begins each complaint."""
+    hints = field_types(cls)
+    for key in values:
+        if key not in hints:
+            raise UsageError(f"{where}: {unknown('option', key, hints)}")
+    typed = {key: _convert(value, hints[key], key, where) for key, value in values.items()}
+    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]  # type: ignore[arg-type]
+    for name in required:
+        if name not in typed:
+            raise UsageError(f"{where}: {name} is missing")
+    try:
+        return cls(**typed)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+@cache
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    """The types of the fields that a user may set, by name."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def type_name(hint: Any) -> str:
+    """A type as a user would say it.
+
+    >>> type_name(int), type_name(float | None), type_name(Literal["keep", "reset"])
+    ('int', 'float or none', 'keep|reset')
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if arg is type(None) else type_name(arg) for arg in args)
+    return getattr(hint, "__name__", str(hint))
+
+
+def parse_value(text: str) -> Any:
+    """What a user typed after ``name=``.
+
+    >>> [parse_value(text) for text in ("8", "0.5", "true", "none", "keep")]
+    [8, 0.5, True, None, 'keep']
+    """
+    word = text.strip().strip("\"'")
+    constants = {"true": True, "false": False, "none": None}
+    if word.lower() in constants:
+        return constants[word.lower()]
+    for number in (int, float):
+        try:
+            return number(word)
+        except ValueError:
+            continue
+    return word
+
+
+def at_least(name: str, value: float, low: float) -> None:
+    """Refuse ``value`` below ``low``, and what is not a number."""
+    if not value >= low or math.isinf(value):
+        raise UsageError(f"{name} ({value}) must be at least {low}")
+
+
+def above(name: str, value: float, low: float) -> None:
+    """Refuse ``value`` unless it is above ``low``."""
+    if not value > low:
+        raise UsageError(f"{name} ({value}) must be above {low}")
+
+
+def one_of(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse ``value`` unless it is one of ``choices``."""
+    allowed = list(choices)
+    if value not in allowed:
+        raise UsageError(f"{name} ({value}) must be one of {', '.join(map(str, allowed))}")
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.init and field.default is missing and field.default_factory is missing
+
+
+def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
+    """``value`` as ``hint``, where that loses nothing; the structure of TOML and no more."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(value, next(a for a in args if a is not type(None)), name, where)
+    if origin is Literal:
+        if value not in args:
+            raise UsageError(f"{where}: {name} ({value}) must be one of {type_name(hint)}")
+        return value
+    if origin in (list, tuple) and isinstance(value, list):
+        items = [_convert(v, args[0], f"{name} {i + 1}", where) for i, v in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin is dict and isinstance(value, dict):
+        return {
+            _convert(parse_value(k), args[0], name, where): _convert(v, args[1], name, where)
+            for k, v in value.items()
+        }
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return build(hint, value, f"{where}, [{name}]")  # type: ignore[arg-type]
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise UsageError(f"{where}: {name} ({value}) must be of type {type_name(hint)}")
+    return value

@@ -1,0 +1,109 @@
+"""This rank's copy of the model: the flat vectors, and the user's own optimizer on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.flat import Allocate, Flat
+
+
+class Replica:
+    """What a strategy may touch of the user's model and optimizer.
+
+    Attributes:
+        flat: the parameters and gradients as vectors.
+        optimizer: the user's own.
+        share: how much of a full batch the present gradient stands for, up to 1.
+        overflow: whether a gradient scaler has found the present gradient to be infinite;
+            :meth:`local_update` then does nothing.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, allocate: Allocate) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
+        self.flat = Flat(model, optimizer, allocate)
+        self.optimizer = optimizer
+        self.share = 1.0
+        self.overflow = False
+        self.max_norm: float | None = None
+
+    def local_update(self) -> None:
+        """Clip if asked to, then run the user's optimizer, unless the gradient is infinite."""
+        if self.overflow:
+            return
+        if self.max_norm is not None:
+            parameters = [span.parameter for span in self.flat.spans]
+            torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+        self.optimizer.step()
+
+    def lrs(self) -> list[float]:
+        """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def is_plain_sgd(self) -> bool:
+        """Whether a local step is ``x - lr * (g + weight_decay * x)`` and no more."""
+        return type(self.optimizer) is torch.optim.SGD and not any(
+            group["momentum"] or group["maximize"] for group in self.optimizer.param_groups
+        )
+
+    def stands_still(self) -> bool:
+        """Whether a learning rate is 0, and no scheduler is there to raise it."""
+        return any(
+            lr == 0 and not group.get("initial_lr", 0)
+            for lr, group in zip(self.lrs(), self.optimizer.param_groups, strict=True)
+        )
+
+    def accumulate_gradient(self, total: Tensor) -> None:
+        """Add what plain SGD steps along, ``g + weight_decay * x``, unless it is infinite."""
+        if self.overflow:
+            return
+        x, groups = self.flat.x, self.optimizer.param_groups
+        total.add_(self.flat.g)
+        for part, group in zip(self.flat.groups, groups, strict=True):
+            if group["weight_decay"]:
+                total[part].add_(x[part], alpha=group["weight_decay"])
+        for span, missing in zip(self.flat.spans, self.flat.missing, strict=True):
+            if missing and (decay := groups[span.group]["weight_decay"]):
+                part = slice(span.start, span.end)
+                total[part].sub_(x[part], alpha=decay)
+
+    def moments(self) -> list[str]:
+        """The names of the optimizer's buffers that are shaped like the parameters.
+
+        Found by a step of a copy of the optimizer on one number, so that every rank knows them
+        before its own first step.
+        """
+        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
+        number = nn.Parameter(torch.zeros(1))
+        number.grad = torch.zeros(1)
+        probe = type(self.optimizer)([{"params": [number], **group}])
+        probe.step()
+        return [
+            name
+            for name, value in probe.state[number].items()
+            if isinstance(value, Tensor) and value.shape == number.shape and name != "step"
+        ]
+
+    def read_moment(self, name: str, out: Tensor) -> None:
+        """Gather one buffer of the optimizer into a vector; where there is none, zeros."""
+        for span, view in zip(self.flat.spans, self.flat.views(out), strict=True):
+            buffer = self.optimizer.state[span.parameter].get(name)
+            if buffer is None:
+                view.zero_()
+            else:
+                view.copy_(buffer)
+
+    def write_moment(self, name: str, vector: Tensor) -> None:
+        """Spread a vector over the optimizer's buffers, where they exist."""
+        for span, view in zip(self.flat.spans, self.flat.views(vector), strict=True):
+            buffer = self.optimizer.state[span.parameter].get(name)
+            if buffer is not None:
+                buffer.copy_(view)
+
+    def forget_moments(self) -> None:
+        """Let the optimizer start again without its buffers."""
+        for span in self.flat.spans:
+            self.optimizer.state.pop(span.parameter, None)

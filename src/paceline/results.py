@@ -1,0 +1,114 @@
+"""What a run returns: the numbers of all workers, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paceline.worker import Metric, Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The numbers of one worker, at its end."""
+
+    rank: int
+    steps: int
+    samples: int
+    bytes_sent: int
+    first_step_s: float
+    last_step_s: float
+    wait_s: float
+    consensus: float | None
+
+    @classmethod
+    def of(cls, worker: Worker) -> Summary:
+        """Sum up a worker that has finished."""
+        pace, meter = worker.pace, worker.meter
+        first, last = (pace.first, pace.last) if pace else (None, None)
+        now_s = worker.comm.now()
+        return cls(
+            rank=worker.rank,
+            steps=pace.steps if pace else 0,
+            samples=pace.samples if pace else 0,
+            bytes_sent=meter.bytes_sent,
+            first_step_s=first.time_s if first else now_s,
+            last_step_s=last.time_s if last else now_s,
+            wait_s=last.wait_s - first.wait_s if first and last else 0.0,
+            consensus=worker.consensus,
+        )
+
+    @property
+    def wait_share(self) -> float:
+        """Waiting over all of the time between the first step and the last."""
+        span_s = self.last_step_s - self.first_step_s
+        return self.wait_s / span_s if span_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of a run; ``docs/simulator.md`` and ``paceline run --help`` name its keys.
+
+    Attributes:
+        steps: optimizer steps, summed over workers; ``samples`` likewise.
+        loss: the last value logged under this name; ``accuracy`` likewise.
+        seconds: from the first step to the last, on the wall's clock.
+        startup_seconds: before the first step.
+        virtual_seconds: the simulated time; None of a real run.
+        bytes_sent: payload that strategies handed to Comm, summed over ranks.
+        wire_bytes: what that took on the simulated links; None of a real run.
+        wait_share: waiting / (waiting + compute + loading), mean over workers.
+        staleness_mean: 0 for synchronous methods, None where the method has none.
+        consensus_distance: how far the workers were apart just before the end.
+        trace_hash: fingerprint of a simulated run; None of a real one.
+        metrics: every record of ``worker.log``, in order.
+        out: the run's folder, if it has one.
+    """
+
+    strategy: str
+    workers: int
+    seed: int
+    steps: int
+    samples: int
+    loss: float | None
+    accuracy: float | None
+    seconds: float
+    startup_seconds: float
+    virtual_seconds: float | None
+    bytes_sent: int
+    wire_bytes: int | None
+    wait_share: float
+    staleness_mean: float | None
+    staleness_max: float | None
+    consensus_distance: float | None
+    trace_hash: str | None
+    lost_workers: int
+    joined_workers: int
+    out: str | None
+    metrics: list[Metric] = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the metrics, for ``--json``."""
+        numbers = asdict(self)
+        del numbers["metrics"]
+        return numbers
+
+
+def last_logged(metrics: Sequence[Metric], name: str) -> Any:
+    """The last value that was logged under ``name``; of the lowest rank, if several did at once."""
+    values = [record[name] for record in metrics if name in record]
+    return values[-1] if values else None
+
+
+def totals(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """The part of a result that is summed over workers."""
+    shares = [summary.wait_share for summary in summaries]
+    consensus = [summary.consensus for summary in summaries if summary.consensus is not None]
+    return {
+        "steps": sum(summary.steps for summary in summaries),
+        "samples": sum(summary.samples for summary in summaries),
+        "bytes_sent": sum(summary.bytes_sent for summary in summaries),
+        "wait_share": sum(shares) / len(shares) if shares else 0.0,
+        "consensus_distance": consensus[0] if consensus else None,
+    }

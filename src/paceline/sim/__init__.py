@@ -1,0 +1,1 @@
+"""A cluster in one process: virtual time, simulated links, injected faults."""

@@ -1,0 +1,204 @@
+"""A cluster as a small TOML file, or one of the named presets.
+
+.. code-block:: toml
+
+    about = "four desks and an old switch"
+    ranks_per_node = 1
+
+    [network]                 # a node's card, and the way between two nodes
+    latency_s = 5e-5
+    bytes_per_s = 125e6
+
+    [inside]                  # between ranks of one node
+    latency_s = 2e-6
+    bytes_per_s = 4e9
+
+    [compute]
+    sample_s = 3e-4           # forward and backward of one sample
+    spread = 0.1              # each step takes up to 10 % more or less
+    factors = [1.0, 1.0, 2.0] # taken in turn by the ranks: every third is twice as slow
+
+    [loading]
+    sample_s = 1e-5
+    prefetch = 2
+
+    [[faults]]
+    kind = "kill"
+    rank = 3
+    at_s = 10.0
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError, unknown
+from paceline.options import above, at_least, build
+from paceline.sim.faults import Fault
+
+MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One way for bytes: ``latency_s``, then ``bytes_per_s``."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        at_least("latency_s", self.latency_s, 0)
+        above("bytes_per_s", self.bytes_per_s, 0)
+
+    def seconds(self, nbytes: float) -> float:
+        """How long a message takes on an idle link."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How long a gradient takes.
+
+    Args:
+        step_s: what each step costs, whatever its batch.
+        sample_s: what each sample costs, forward and backward.
+        spread: each step's time is drawn from 1 - spread to 1 + spread of that.
+        factors: slowness by rank, taken in turn; 2.0 takes twice as long.
+        slow: slowness of single ranks, on top.
+    """
+
+    step_s: float = 0.0
+    sample_s: float = 0.0
+    spread: float = 0.0
+    factors: tuple[float, ...] = (1.0,)
+    slow: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "sample_s", "spread"):
+            at_least(name, getattr(self, name), 0)
+        if self.spread >= 1:
+            raise UsageError(f"spread ({self.spread}) must be below 1")
+        if not self.factors:
+            raise UsageError("factors () must name at least one")
+        for factor in (*self.factors, *self.slow.values()):
+            above("factor", factor, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How long a batch takes to load, and how many are loaded ahead."""
+
+    batch_s: float = 0.0
+    sample_s: float = 0.0
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_s", "sample_s", "prefetch"):
+            at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Machines and links. ``ranks_per_node`` 0 puts every rank on one node."""
+
+    name: str = "unnamed"
+    about: str = ""
+    ranks_per_node: int = 1
+    network: Link = field(default_factory=Link)
+    inside: Link = field(default_factory=Link)
+    compute: Compute = field(default_factory=Compute)
+    loading: Loading = field(default_factory=Loading)
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least("ranks_per_node", self.ranks_per_node, 0)
+
+    def node(self, rank: int) -> int:
+        """The node that ``rank`` lives on."""
+        return rank // self.ranks_per_node if self.ranks_per_node else 0
+
+
+_MEMORY = Link(latency_s=2e-6, bytes_per_s=4e9)
+_CPU = Compute(step_s=1e-3, sample_s=3e-4, spread=0.05)
+
+
+def _ethernet(gbit_per_s: int, latency_s: float) -> Cluster:
+    return Cluster(
+        name=f"ethernet-{gbit_per_s}g",
+        about=f"one worker a node, {gbit_per_s} Gbit/s Ethernet",
+        network=Link(latency_s=latency_s, bytes_per_s=gbit_per_s * 1e9 / 8),
+        inside=_MEMORY,
+        compute=_CPU,
+    )
+
+
+PRESETS: dict[str, Cluster] = {
+    preset.name: preset
+    for preset in (
+        Cluster(name="ideal", about="no cost at all: methods by their steps alone"),
+        Cluster(
+            name="one-server",
+            about="every worker on one machine, talking through its memory",
+            ranks_per_node=0,
+            network=_MEMORY,
+            inside=_MEMORY,
+            compute=_CPU,
+        ),
+        _ethernet(1, 5e-5),
+        _ethernet(10, 2e-5),
+        _ethernet(100, 5e-6),
+        Cluster(
+            name="mixed-lab",
+            about="1 Gbit/s Ethernet; of each four machines one is 1.5 and one 3 times slower",
+            network=Link(latency_s=5e-5, bytes_per_s=125e6),
+            inside=_MEMORY,
+            compute=Compute(step_s=1e-3, sample_s=3e-4, spread=0.1, factors=(1.0, 1.0, 1.5, 3.0)),
+        ),
+        Cluster(
+            name="wan",
+            about="sites joined by 100 Mbit/s with 50 ms between them",
+            network=Link(latency_s=0.05, bytes_per_s=12.5e6),
+            inside=_MEMORY,
+            compute=_CPU,
+        ),
+        Cluster(
+            name="two-tier-256",
+            about="nodes of 4 workers (256 in 64 nodes): 10 GB/s inside, 10 Gbit/s between",
+            ranks_per_node=4,
+            network=Link(latency_s=2e-5, bytes_per_s=1.25e9),
+            inside=Link(latency_s=2e-6, bytes_per_s=10e9),
+            compute=_CPU,
+        ),
+    )
+}
+
+
+def load_cluster(spec: str | os.PathLike[str] | Cluster) -> Cluster:
+    """A cluster from an object, a preset's name, or a TOML file (anything ending in ``.toml``)."""
+    if isinstance(spec, Cluster):
+        return spec
+    text = os.fspath(spec)
+    if text in PRESETS:
+        return PRESETS[text]
+    if text.endswith(".toml") or os.sep in text:
+        return read_cluster(Path(text))
+    error = unknown("cluster", text, PRESETS)
+    raise UsageError(f"{error} (or the path of a .toml file)")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file; complaints name the file and the key."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: a cluster file must be at most {MAX_FILE_BYTES} bytes")
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not a TOML file: {error}") from None
+    return build(Cluster, {"name": path.stem, **values}, str(path))

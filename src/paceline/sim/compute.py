@@ -1,0 +1,49 @@
+"""What computing and loading cost a rank, from the cluster's description."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paceline.seeds import stream
+from paceline.sim.cluster import Cluster
+
+
+class Costs:
+    """The time model of one rank; ``slowdown`` is what faults multiply."""
+
+    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
+        compute, self._loading = cluster.compute, cluster.loading
+        factor = compute.factors[rank % len(compute.factors)] * compute.slow.get(rank, 1.0)
+        self._step_s, self._sample_s = compute.step_s * factor, compute.sample_s * factor
+        self._spread = compute.spread
+        self._random = stream(seed, "compute", rank)
+        self._asked_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
+        self._loaded_s = 0.0
+        self.slowdown = 1.0
+
+    def gradient_s(self, samples: int) -> float:
+        """How long forward and backward of ``samples`` take this time."""
+        seconds = (self._step_s + self._sample_s * samples) * self.slowdown
+        return seconds * self._jitter() if self._spread else seconds
+
+    def forward_s(self, samples: int) -> float:
+        """How long a forward pass alone takes: a third, as backward costs about two of them."""
+        return self._sample_s * samples * self.slowdown / 3
+
+    def loading_s(self, samples: int, now_s: float) -> float:
+        """How long a batch asked for now is still on its way.
+
+        The loader fetches one batch at a time, and ``prefetch`` of them before they are asked for:
+        it starts on a batch when the previous one is loaded and a place is free for it.
+        """
+        seconds = self._loading.batch_s + self._loading.sample_s * samples
+        if not self._loading.prefetch:
+            return seconds
+        full = len(self._asked_s) == self._loading.prefetch
+        self._loaded_s = max(self._loaded_s, self._asked_s[0] if full else 0.0) + seconds
+        self._asked_s.append(now_s)
+        return max(0.0, self._loaded_s - now_s)
+
+    def _jitter(self) -> float:
+        return 1.0 + self._spread * float(2.0 * self._random.random() - 1.0)
+

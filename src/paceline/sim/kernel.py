@@ -1,0 +1,286 @@
+"""The kernel of the simulator: what happens next, and who runs.
+
+:class:`Calendar` is pure data: a heap ordered by ``(time_s, sequence)``, the only source of order.
+:class:`Baton` gives each rank an OS thread and lets exactly one of them run: a rank that waits
+takes the next event from the calendar itself and hands the baton to whom it belongs.
+"""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.errors import CommTimeout, Deadlock, PacelineError
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank that a fault has killed, or whose run is over."""
+
+
+class Calendar:
+    """Events in virtual time. An event is a callback, or the waking of a rank."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, int, int, Callable[[], None] | None]] = []
+        self._sequence = 0
+
+    def call(self, time_s: float, callback: Callable[[], None]) -> None:
+        """Have ``callback`` run at ``time_s``."""
+        self._push(time_s, -1, 0, callback)
+
+    def wake(self, time_s: float, rank: int, turn: int) -> None:
+        """Have ``rank`` run at ``time_s``, if it still is at its wait number ``turn``."""
+        self._push(time_s, rank, turn, None)
+
+    def next_time_s(self) -> float | None:
+        """When the next event is due; None when there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def pop(self) -> tuple[int, int, Callable[[], None] | None]:
+        """Move the clock to the next event and return it: ``(rank, turn, callback)``."""
+        self.now_s, _, rank, turn, callback = heapq.heappop(self._heap)
+        self.events += 1
+        return rank, turn, callback
+
+    def _push(
+        self, time_s: float, rank: int, turn: int, callback: Callable[[], None] | None
+    ) -> None:
+        assert time_s >= self.now_s, f"event at {time_s} s is in the past of {self.now_s} s"
+        self._sequence += 1
+        heapq.heappush(self._heap, (time_s, self._sequence, rank, turn, callback))
+
+
+class Wait(NamedTuple):
+    """What a blocked rank waits for."""
+
+    op: str
+    peers: Sequence[int]
+    since_s: float
+    patient: bool
+
+    def __str__(self) -> str:
+        return f"{self.op}, waiting for {list(self.peers)} since {self.since_s:.6f} s"
+
+
+@dataclass
+class RankState:
+    """Where one rank stands."""
+
+    turn: int = 0
+    wait: Wait | None = None
+    computing_until_s: float | None = None
+    interrupt: BaseException | None = None
+    frozen_since_s: float | None = None
+    held_wake: bool = False
+    ended: bool = False
+
+
+class Baton:
+    """One thread a rank, exactly one of them running."""
+
+    def __init__(self, calendar: Calendar, size: int, progress_limit_s: float) -> None:
+        self.calendar = calendar
+        self.ranks = [RankState() for _ in range(size)]
+        self.failure: BaseException | None = None
+        self._limit_s = progress_limit_s
+        self._alarm_s: float | None = None
+        self._locks = [_locked() for _ in range(size)]
+        self._over = _locked()
+
+    # For the thread that starts the run ----------------------------------------------------------
+
+    def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
+        """Run ``body(rank)`` for every rank, to the end; raise what ended the run early."""
+        threads = [
+            threading.Thread(target=self._thread, args=(body, rank), name=f"rank-{rank}")
+            for rank in range(len(self.ranks))
+        ]
+        for rank, thread in enumerate(threads):
+            thread.daemon = True
+            thread.start()
+            self.calendar.wake(start_s[rank], rank, 0)
+        self._hand_on()
+        self._over.acquire()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    # For a rank's own thread ---------------------------------------------------------------------
+
+    def sleep(self, rank: int, seconds: float) -> None:
+        """Let virtual time pass for ``rank``."""
+        state = self.ranks[rank]
+        state.computing_until_s = self.calendar.now_s + seconds
+        self.calendar.wake(state.computing_until_s, rank, state.turn)
+        self._block(rank, state)
+        state.computing_until_s = None
+
+    def wait(self, rank: int, op: str, peers: Sequence[int], patient: bool = False) -> None:
+        """Block until :meth:`wake`; ``op`` and ``peers`` say what for, ``patient`` sets no limit."""
+        state = self.ranks[rank]
+        now_s = self.calendar.now_s
+        state.wait = Wait(op, peers, now_s, patient)
+        if self._alarm_s is None:
+            self._alarm_s = now_s + self._limit_s
+        try:
+            self._block(rank, state)
+        finally:
+            state.wait = None
+
+    def check(self, rank: int) -> None:
+        """Raise what is due in ``rank``: a killed rank is killed again at each call."""
+        interrupt = self.ranks[rank].interrupt
+        if interrupt is None:
+            return
+        if not isinstance(interrupt, Killed):
+            self.ranks[rank].interrupt = None
+        raise interrupt
+
+    # For events ----------------------------------------------------------------------------------
+
+    def wake(self, rank: int, at_s: float | None = None) -> None:
+        """End the wait of ``rank``, now or at a later time."""
+        time_s = self.calendar.now_s if at_s is None else at_s
+        self.calendar.wake(time_s, rank, self.ranks[rank].turn)
+
+    def interrupt(self, rank: int, error: BaseException) -> None:
+        """Raise ``error`` in ``rank``, where it blocks or at its next call."""
+        state = self.ranks[rank]
+        if state.ended or isinstance(state.interrupt, Killed):
+            return
+        state.interrupt = error
+        if isinstance(error, Killed):
+            state.frozen_since_s = None
+        if state.frozen_since_s is not None:
+            state.held_wake = True
+            return
+        state.turn += 1
+        self.calendar.wake(self.calendar.now_s, rank, state.turn)
+
+    def freeze(self, rank: int) -> None:
+        """Stop ``rank``: no event reaches it until :meth:`thaw`."""
+        state = self.ranks[rank]
+        if state.ended or state.frozen_since_s is not None:
+            return
+        state.frozen_since_s = self.calendar.now_s
+        if state.computing_until_s is not None:
+            state.turn += 1
+
+    def thaw(self, rank: int) -> None:
+        """Let ``rank`` go on where it stopped; what was left to compute still is."""
+        state, now_s = self.ranks[rank], self.calendar.now_s
+        if state.ended or state.frozen_since_s is None:
+            return
+        frozen_s, state.frozen_since_s = now_s - state.frozen_since_s, None
+        if state.computing_until_s is not None:
+            state.computing_until_s += frozen_s
+            self.calendar.wake(state.computing_until_s, rank, state.turn)
+        elif state.held_wake:
+            state.held_wake = False
+            self.calendar.wake(now_s, rank, state.turn)
+
+    def stay_frozen(self, rank: int) -> None:
+        """Stop here, if ``rank`` (which runs now) has just been frozen."""
+        state = self.ranks[rank]
+        if state.frozen_since_s is not None:
+            state.held_wake = True
+            self.wait(rank, "a freeze", (), patient=True)
+
+    def abort(self, failure: BaseException) -> None:
+        """End the run because of ``failure``: every rank still there is ended."""
+        if self.failure is None:
+            self.failure = failure
+        for rank in range(len(self.ranks)):
+            self.interrupt(rank, Killed())
+
+    # Inside --------------------------------------------------------------------------------------
+
+    def _thread(self, body: Callable[[int], None], rank: int) -> None:
+        self._locks[rank].acquire()
+        try:
+            self.check(rank)
+            body(rank)
+        except Killed:
+            pass
+        except BaseException as error:
+            self.abort(error)
+        self.ranks[rank].ended = True
+        self._hand_on()
+
+    def _block(self, rank: int, state: RankState) -> None:
+        self.check(rank)
+        due = self._next()
+        if due != rank:
+            assert due is not None, "a rank that blocks has not ended"
+            self._locks[due].release()
+            self._locks[rank].acquire()
+        state.turn += 1
+        if state.interrupt is not None:
+            self.check(rank)
+
+    def _hand_on(self) -> None:
+        due = self._next()
+        (self._over if due is None else self._locks[due]).release()
+
+    def _next(self) -> int | None:
+        """Run events until a rank is due, and return it; None when every rank has ended."""
+        while True:
+            next_s = self.calendar.next_time_s()
+            if next_s is None:
+                if all(state.ended for state in self.ranks):
+                    return None
+                self.abort(self._deadlock())
+            elif self._alarm_s is not None and next_s > self._alarm_s:
+                self._raise_timeouts()
+            else:
+                rank, turn, callback = self.calendar.pop()
+                if callback is not None:
+                    self._call(callback)
+                elif self._is_due(self.ranks[rank], turn):
+                    return rank
+
+    def _is_due(self, state: RankState, turn: int) -> bool:
+        if state.ended or turn != state.turn:
+            return False
+        state.held_wake = state.frozen_since_s is not None
+        return not state.held_wake
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception as error:
+            self.abort(error)
+
+    def _raise_timeouts(self) -> None:
+        assert self._alarm_s is not None
+        now_s = self.calendar.now_s = self._alarm_s
+        waits = [(rank, state.wait) for rank, state in enumerate(self.ranks) if state.wait]
+        for rank, wait in waits:
+            if wait.since_s + self._limit_s <= now_s and not wait.patient:
+                self.interrupt(rank, CommTimeout(wait.peers, wait.op, now_s - wait.since_s))
+        later = [wait.since_s + self._limit_s for _, wait in waits]
+        self._alarm_s = min((time_s for time_s in later if time_s > now_s), default=None)
+
+    def _deadlock(self) -> PacelineError:
+        blocked = [
+            f"  rank {rank}: {'frozen in ' if state.frozen_since_s is not None else ''}{state.wait}"
+            for rank, state in enumerate(self.ranks)
+            if not state.ended
+        ]
+        return Deadlock(
+            f"at {self.calendar.now_s:.6f} s of virtual time every rank waits:\n"
+            + "\n".join(blocked)
+        )
+
+
+def _locked() -> _thread.LockType:
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock

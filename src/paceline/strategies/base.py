@@ -1,0 +1,129 @@
+"""The base of every method: six verbs, each with a default.
+
+A strategy is one file that reads like its paper: hyper-parameters are fields, checked in
+``__post_init__``; state is attributes named in ``state``; the verbs work on flat vectors and a
+:class:`~paceline.comm.base.Comm`. ``docs/writing-a-strategy.md`` walks through one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.comm.base import Comm
+    from paceline.replica import Replica
+
+WORKER = "worker"
+
+
+@dataclass(kw_only=True)
+class Strategy(ABC):
+    """How workers pace each other.
+
+    Class attributes:
+        paper: the reference, in one line.
+        synchronous: whether workers wait for each other; shards the data, and not a queue, then.
+        defers: whether a step may leave work to :meth:`settle`.
+        state: the attributes that a checkpoint holds.
+    """
+
+    paper: ClassVar[str] = ""
+    synchronous: ClassVar[bool] = True
+    defers: ClassVar[bool] = False
+    state: ClassVar[tuple[str, ...]] = ()
+
+    # What a method says of itself ----------------------------------------------------------------
+
+    @property
+    def uses_gradient(self) -> bool:
+        """Whether :meth:`step` wants ``g``; otherwise it is None and no gather is paid."""
+        return True
+
+    def roles(self, workers: int) -> tuple[str, ...]:
+        """The role of each rank when there are so many workers; workers come first."""
+        return (WORKER,) * workers
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
+        """The bytes that all ranks together hand to Comm in a run of ``steps`` steps a worker.
+
+        ``nbytes`` is the size of ``x``; None where it depends on chance or timing.
+        """
+        return None
+
+    # The six verbs -------------------------------------------------------------------------------
+
+    def setup(self, x: Tensor) -> None:
+        """Before step 0: everyone takes the parameters of rank 0."""
+        self.comm.broadcast(x)
+
+    @abstractmethod
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        """After a gradient is ready."""
+
+    def settle(self, x: Tensor) -> None:  # noqa: B027 - most methods leave nothing pending
+        """Before the parameters are read: finish what :meth:`step` left pending."""
+
+    def serve(self, x: Tensor) -> None:
+        """The whole life of a rank that is not a worker."""
+        raise UsageError(f"{type(self).__name__} has roles beside workers, but no serve()")
+
+    def answer(self, x: Tensor) -> Tensor:
+        """The model that the method answers with; no other rank has to act for it."""
+        return x
+
+    def finish(self, x: Tensor) -> None:
+        """At the end of this worker's data: flush, and leave the answer in ``x``."""
+        x.copy_(self.answer(x))
+
+    def plan(self, steps: int) -> None:
+        """Hear how many steps this worker is going to make."""
+        interval = getattr(self, "interval", 1)
+        if interval > steps > 0 and self.workers > 1:
+            warnings.warn(
+                f"interval ({interval}) exceeds the {steps} steps of this run:"
+                " workers never exchange before its end",
+                stacklevel=2,
+            )
+
+    # What a method works with --------------------------------------------------------------------
+
+    def bind(self, comm: Comm, replica: Replica, workers: int) -> None:
+        """Tie the strategy to its place in a run; called once, before :meth:`setup`."""
+        self.comm, self.replica, self.workers = comm, replica, workers
+
+    def local_update(self) -> None:
+        """Run the user's own optimizer on the parameters and their gradients."""
+        self.replica.local_update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint holds."""
+        return {name: getattr(self, name) for name in self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state that :meth:`state_dict` gave."""
+        if set(state) != set(self.state):
+            raise UsageError(f"state {sorted(state)} must hold {sorted(self.state)}")
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def workers_in(strategy: Strategy, size: int) -> int:
+    """How many of ``size`` processes are workers under ``strategy``."""
+    name = type(strategy).__name__.lower()
+    fitting = [n for n in range(1, size + 1) if len(strategy.roles(n)) <= size]
+    if not fitting:
+        raise UsageError(
+            f"{name} with 1 worker needs {len(strategy.roles(1))} processes, got {size}"
+        )
+    workers = fitting[-1]
+    if len(strategy.roles(workers)) != size:
+        needs = " or ".join(f"{len(strategy.roles(n))} (for {n} workers)" for n in (workers, workers + 1))
+        raise UsageError(f"{name} needs {needs} processes, got {size}")
+    return workers

@@ -1,0 +1,57 @@
+"""What methods share whose workers meet in one all-reduce after another.
+
+Workers need not have equally many batches. One that runs out goes on meeting the others with
+weight 0, and so never leaves them waiting; a meeting to which nobody contributes is the last one.
+Whoever fell behind then takes the parameters of the worker that made the most steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The weight of an all-reduce carries three counts: contributions below ODD, then flags.
+ODD = 1 << 38
+BEHIND = 1 << 50
+
+
+@dataclass(kw_only=True)
+class Lockstep(Strategy):
+    """A bulk-synchronous method: subclasses say what happens when workers :meth:`meet`."""
+
+    def __post_init__(self) -> None:
+        self.steps = 0
+        self._behind = self._someone_behind = False
+
+    @abstractmethod
+    def meet(self, x: Tensor, weight: int) -> int:
+        """Exchange with all workers and move on; return the sum of the weights.
+
+        With weight 0 this worker has nothing to give and must follow every all-reduce all the same.
+        """
+
+    def reduce(self, v: Tensor, weight: int, odd: bool = False) -> tuple[int, bool]:
+        """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``."""
+        if self._behind:
+            v.zero_()
+        total = self.comm.all_reduce(v, weight + ODD * odd + BEHIND * self._behind)
+        self._someone_behind = total >= BEHIND
+        return total % ODD, total % BEHIND >= ODD
+
+    def finish(self, x: Tensor) -> None:
+        while self.meet(x, 0):
+            self._behind = True
+        if self._someone_behind:
+            self._take_latest(x)
+
+    def _take_latest(self, x: Tensor) -> None:
+        steps = x.new_zeros(self.comm.size)
+        steps[self.comm.rank] = self.steps
+        self.comm.all_reduce(steps)
+        self.comm.broadcast(x, int(steps.argmax()))

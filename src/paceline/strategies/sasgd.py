@@ -1,0 +1,203 @@
+"""SASGD: bulk-synchronous SGD with sparse aggregation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from paceline.errors import UsageError
+from paceline.options import above, at_least
+from paceline.strategies.lockstep import Lockstep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class SASGD(Lockstep):
+    r"""SASGD: local steps, and an aggregation of all workers every ``interval`` steps.
+
+    Each worker trains alone for T steps; then the sum of what all of them gathered moves the last
+    agreed model, and everyone goes on from there. Communication falls by T.
+
+    ========  ====================================================================
+    symbol    here
+    ========  ====================================================================
+    T         ``interval``
+    gamma     the learning rate of the user's optimizer: the local steps
+    gamma_p   ``global_lr``; gamma / p when not given, which averages the models
+    x'        ``reference``, the last agreed model
+    ========  ====================================================================
+
+    .. math::
+        x_i \leftarrow x_i - \gamma g_i \quad (T \text{ times}), \qquad
+        x' \leftarrow x' - \gamma_p \sum_i \sum_{k=1}^{T} g_i^{(k)}, \qquad x_i \leftarrow x'
+
+    That is the form on plain SGD. With momentum, with Adam, or with a learning rate that changes
+    inside an interval, the pseudo-gradient :math:`x' - x_i` stands for :math:`\gamma` times the sum
+    of gradients; on plain SGD the two are equal.
+
+    Args:
+        interval: steps between aggregations.
+        global_lr: learning rate of the aggregated step; averages the models when not given.
+        form: ``gradient`` accumulates gradients, ``pseudo`` takes the difference of models, ``auto``
+            chooses: ``gradient`` on plain SGD, until a learning rate changes inside an interval.
+        momentum: what happens to the optimizer's buffers at an aggregation: ``keep`` them local,
+            ``reset`` them, or ``average`` them too.
+        warmup: first steps that aggregate every time; with them, this is post-local SGD.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     for step in range(2):
+        ...         sgd.zero_grad()
+        ...         model(torch.tensor([float(worker.rank)])).backward()  # gradients 0 and 1
+        ...         sgd.step()
+        ...         worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="sasgd(interval=2)")
+        >>> [(m["rank"], m["weight"]) for m in run.metrics]
+        [(0, 0.0), (1, -1.0), (0, -1.0), (1, -1.0)]
+
+    Faults: a slow worker slows all to its pace at each aggregation. A dead or stopped one ends the
+    run, naming it. A worker that runs out of data adds its last steps to the next aggregation and
+    then takes part with weight 0; it ends with the same parameters.
+
+    Bytes: each worker hands in the size of the model every T steps (with ``momentum="average"``
+    also that of each buffer).
+
+    When to use: slow links and equal machines. The learning rate is that of one large batch
+    (factor 1); longer intervals want smaller ones.
+
+    Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent algorithm
+    for deep-learning applications", ICPP 2017. With ``global_lr`` not given: local SGD (Stich 2019),
+    K-AVG (Zhou and Cong 2018); with ``warmup``: post-local SGD (Lin et al. 2020).
+    """
+
+    paper: ClassVar[str] = "Cong, Bhardwaj, Feng, ICPP 2017"
+    state: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "pending",
+        "lrs",
+        "lr_changed",
+        "reference",
+        "gradients",
+    )
+
+    interval: int = 16
+    global_lr: float | None = None
+    form: Literal["auto", "gradient", "pseudo"] = "auto"
+    momentum: Literal["keep", "reset", "average"] = "keep"
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("interval", self.interval, 1)
+        at_least("warmup", self.warmup, 0)
+        if self.global_lr is not None:
+            above("global_lr", self.global_lr, 0)
+        self.pending = 0
+        self.lrs: list[float] = []
+        self.lr_changed = False
+        self.reference: Tensor | None = None
+        self.gradients: Tensor | None = None
+
+    @property
+    def uses_gradient(self) -> bool:
+        return self.gradients is not None
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        warm = min(steps, self.warmup)
+        meetings = warm + -(-(steps - warm) // self.interval)
+        vectors = 1 + (len(self.replica.moments()) if self.momentum == "average" else 0)
+        return nbytes * workers * (1 + meetings * vectors)
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        if self._accumulates():
+            self.gradients = x.new_zeros(x.shape)
+        if self._accumulates() or self.global_lr is not None:
+            self.reference = x.clone()
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        lrs = self.replica.lrs()
+        if self.pending == 0:
+            self.lrs, self.lr_changed = lrs, False
+        self.lr_changed |= lrs != self.lrs
+        if self.gradients is not None:
+            self.replica.accumulate_gradient(self.gradients)  # gs <- gs + g
+        self.local_update()  # x <- x - gamma g
+        self.steps += 1
+        self.pending += 1
+        if self.steps <= self.warmup or self.pending == self.interval:
+            self.meet(x, 1)
+
+    def finish(self, x: Tensor) -> None:
+        if self.pending:
+            self.meet(x, 1)
+        super().finish(x)
+
+    def meet(self, x: Tensor, weight: int) -> int:
+        total = self._sum_gradients(x, weight)
+        if self.gradients is None:
+            total = self._combine_models(x, weight)
+        if total and self.momentum == "reset":
+            self.replica.forget_moments()
+        elif total and self.momentum == "average":
+            self._average_moments(x, weight)
+        self.pending = 0
+        return total
+
+    def _sum_gradients(self, x: Tensor, weight: int) -> int:
+        """The listing's form; given up for good when a learning rate changed in the interval."""
+        if self.gradients is None or self.reference is None:
+            return 0
+        total, changed = self.reduce(self.gradients, weight, self.lr_changed)
+        if changed:
+            self.gradients = None
+        elif total:
+            for part, lr in zip(self.replica.flat.groups, self.lrs, strict=True):
+                gamma_p = lr / total if self.global_lr is None else self.global_lr
+                self.reference[part].sub_(self.gradients[part], alpha=gamma_p)
+            x.copy_(self.reference)
+            self.gradients.zero_()
+        return total
+
+    def _combine_models(self, x: Tensor, weight: int) -> int:
+        """The pseudo-gradient form; where it is the mean of the models, that mean itself."""
+        if self.global_lr is None or self.reference is None:
+            v = x if weight else x.new_zeros(x.shape)
+            total, _ = self.reduce(v, weight)
+            if total:
+                x.copy_(v.div_(total))
+            return total
+        v = self.reference - x
+        total, _ = self.reduce(v, weight)
+        if total:
+            for part, lr in zip(self.replica.flat.groups, self.lrs, strict=True):
+                if lr == 0:
+                    raise UsageError("global_lr needs a learning rate that does not become 0")
+                self.reference[part].sub_(v[part], alpha=self.global_lr / lr)
+            x.copy_(self.reference)
+        return total
+
+    def _average_moments(self, x: Tensor, weight: int) -> None:
+        for name in self.replica.moments():
+            v = x.new_zeros(x.shape)
+            self.replica.read_moment(name, v)
+            total, _ = self.reduce(v, weight)
+            self.replica.write_moment(name, v.div_(total))
+
+    def _accumulates(self) -> bool:
+        """Whether this run begins with the listing's form."""
+        plain = self.replica.is_plain_sgd()
+        if self.form == "gradient" and not plain:
+            raise UsageError("form (gradient) must be pseudo or auto unless plain SGD is used")
+        if self.replica.stands_still():
+            if not plain:
+                raise UsageError("lr (0) accumulates gradients, which needs SGD without momentum")
+            return True
+        return plain if self.form == "auto" else self.form == "gradient"
