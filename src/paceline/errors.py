@@ -81,7 +81,7 @@ class WorkerFailed(PacelineError):
 
     def __init__(self, rank: int, summary: str, details: str = "") -> None:
         self.rank, self.summary, self.details = rank, summary, details
-        super().__init__(f"rank {rank}: {summary}")
+        super().__init__(f"rank {rank}: {summary}" + (f"\n\n{details}" if details else ""))
 
 
 class Deadlock(PacelineError):

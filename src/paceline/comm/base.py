@@ -253,6 +253,8 @@ class Comm:
 
 def _vector(x: Tensor) -> Tensor:
     """``x`` as a vector of the same memory."""
+    if x.dim() == 1 and x.is_contiguous() and not x.requires_grad:
+        return x
     if not x.is_contiguous():
         raise UsageError(f"a message must be a contiguous tensor, got strides {x.stride()}")
     return x.detach().view(-1)

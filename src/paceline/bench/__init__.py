@@ -1,0 +1,1 @@
+"""The benchmarks against the peers: each compares in one run, interleaved, by medians."""

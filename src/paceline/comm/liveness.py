@@ -1,0 +1,102 @@
+"""Who of this host's ranks is dead or stopped: the kernel says so, no heartbeat has to.
+
+A process that ended is seen through its pidfd, at once. One that was stopped (SIGSTOP, a
+debugger) is seen by its state; it is lost when it stayed so for ``dead_s``. One that is merely
+busy is neither, for however long it is.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.comm.base import Limits
+from paceline.errors import CommTimeout, PeerLost, name_ranks
+
+TICK_S = 0.1
+"""How often a wait looks after those that it waits for."""
+
+
+class Processes:
+    """The processes of the ranks on this host.
+
+    Args:
+        pid_of: the process of a rank; 0 while it is not known.
+        limits: when a stopped process counts as lost.
+    """
+
+    def __init__(self, pid_of: Callable[[int], int], limits: Limits) -> None:
+        self._pid_of, self._limits = pid_of, limits
+        self._pidfds: dict[int, int | None] = {}
+        self._stopped_since_s: dict[int, float] = {}
+
+    def why_lost(self, rank: int) -> str | None:
+        """Why ``rank`` is lost, or None while it is not."""
+        pid = self._pid_of(rank)
+        if pid == 0:
+            return None
+        if self.has_died(rank):
+            return "it died"
+        if not _is_stopped(pid):
+            self._stopped_since_s.pop(rank, None)
+            return None
+        now_s = time.monotonic()
+        stopped_s = now_s - self._stopped_since_s.setdefault(rank, now_s)
+        if stopped_s < self._limits.dead_s:
+            return None
+        return f"it has been stopped for {stopped_s:.1f} s"
+
+    def has_died(self, rank: int) -> bool:
+        """Whether the process of ``rank`` has ended."""
+        pid = self._pid_of(rank)
+        if pid and rank not in self._pidfds:
+            try:
+                self._pidfds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._pidfds[rank] = None
+        pidfd = self._pidfds.get(rank, -1)
+        if pidfd is None or pidfd < 0:
+            return pidfd is None
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Watch:
+    """One wait: gives up when a peer is lost, says whom it waits for, and ends at its limit."""
+
+    def __init__(self, op: str, limits: Limits, patient: bool = False) -> None:
+        self.op, self._limits, self._patient = op, limits, patient
+        self._start_s = time.monotonic()
+        self._noticed = False
+
+    @property
+    def waited_s(self) -> float:
+        """Since when this wait lasts."""
+        return time.monotonic() - self._start_s
+
+    def lost(self, ranks: Sequence[int], reason: str) -> PeerLost:
+        """The error of this wait when ``ranks`` are lost."""
+        return PeerLost(ranks, self.op, reason, self.waited_s)
+
+    def keep_patience(self, missing: Sequence[int]) -> None:
+        """Say after a while whom this waits for, and end after a long one."""
+        waited_s = self.waited_s
+        if waited_s > self._limits.progress_limit_s and not self._patient:
+            raise CommTimeout(missing, self.op, waited_s)
+        if waited_s > self._limits.notice_s and not self._noticed and not self._patient:
+            self._noticed = True
+            text = f"still waiting in {self.op} for {name_ranks(missing)}"
+            print(f"paceline: {text} after {waited_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:
+        return False
+    return state in (b"T", b"t")

@@ -1,0 +1,92 @@
+"""Functions and strategies by name, so that a rank's process can find them without a pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Strategy
+
+_MAIN = "__paceline_main__"
+Reference = dict[str, Any]
+
+
+def refer_to(thing: Callable[..., Any] | type) -> Reference:
+    """Where a function or class can be found by another process of this program."""
+    module, name = thing.__module__, getattr(thing, "__qualname__", "")
+    if not name or "<" in name:
+        raise UsageError(
+            f"{name or thing!r} must be defined at the top level of a module or script:"
+            " other processes find it by its name"
+        )
+    if module not in ("__main__", _MAIN):
+        return {"module": module, "name": name}
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return {"module": spec.name, "name": name}
+    if (path := getattr(main, "__file__", None)) is None:
+        raise UsageError(f"{name} must be in a file, not typed in: other processes read it there")
+    return {"main": str(Path(path).resolve()), "name": name}
+
+
+def find(reference: Reference) -> Any:
+    """What :func:`refer_to` referred to."""
+    if "main" in reference:
+        module = _run_main(reference["main"])
+    elif "script" in reference:
+        module = load_script(Path(reference["script"]))
+    else:
+        module = importlib.import_module(reference["module"])
+    thing: Any = module
+    for part in reference["name"].split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def load_script(path: Path) -> types.ModuleType:
+    """Import a script under its own name, as if its folder were the current one."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pack_strategy(strategy: Strategy) -> Reference:
+    """A strategy as its class and its fields."""
+    fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy) if f.init}
+    return {"class": refer_to(type(strategy)), "fields": plain_json("strategy", fields)}
+
+
+def unpack_strategy(packed: Reference) -> Strategy:
+    """The strategy that :func:`pack_strategy` packed."""
+    strategy: Strategy = find(packed["class"])(**packed["fields"])
+    return strategy
+
+
+def plain_json(name: str, value: Any) -> Any:
+    """``value``, if JSON can hold it."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:
+        raise UsageError(f"{name} must hold numbers, texts, lists and dicts only: {error}") from None
+
+
+def _run_main(path: str) -> types.ModuleType:
+    """Run the launching script again, without what stands under ``if __name__ == "__main__"``."""
+    if _MAIN not in sys.modules:
+        module = types.ModuleType(_MAIN)
+        sys.path.insert(0, str(Path(path).parent))
+        module.__dict__.update(runpy.run_path(path, run_name=_MAIN))
+        sys.modules[_MAIN] = sys.modules["__main__"] = module
+    return sys.modules[_MAIN]
