@@ -42,7 +42,9 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
         tree = json.loads((folder / f"{name}.json").read_text())
         tensors = load_file(folder / f"{name}.safetensors")
     except OSError as error:
-        raise UsageError(f"no saved state in {folder}: {error.strerror}: {error.filename}") from None
+        raise UsageError(
+            f"no saved state in {folder}: {error.strerror}: {error.filename}"
+        ) from None
     unpacked: dict[str, Any] = _unpack(tree, tensors)
     return unpacked
 

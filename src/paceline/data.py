@@ -73,7 +73,7 @@ class DrawnBatch(NamedTuple):
     """What a worker has to know of a batch: where it stands, and how many samples it has."""
 
     epoch: int
-    index: int
+    number: int
     samples: int
     full: int
     epochs_done: float
@@ -85,9 +85,6 @@ class PacedLoader:
     def __init__(
         self, loader: DataLoader[Any], worker: Worker, sharing: Sharing, number: int
     ) -> None:
-        if not isinstance(loader, DataLoader):
-            kind = type(loader).__name__
-            raise UsageError(f"setup_dataloaders takes torch DataLoaders, got {kind}")
         one_of("data", sharing, SHARINGS)
         if sharing == "auto":
             sharing = "shard" if worker.strategy.synchronous else "queue"
@@ -268,7 +265,7 @@ def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
     """A loader like the user's, on our plan of batches."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=plan,  # type: ignore[arg-type]
+        batch_sampler=plan,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

@@ -7,12 +7,14 @@ is filled by :meth:`Flat.gather`: autograd keeps its own gradients until then.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
@@ -114,7 +116,7 @@ class Flat:
         return g
 
     def show_gradients(self, present: Iterable[bool]) -> None:
-        """Let exactly those parameters that are ``present`` have their part of ``g`` as gradient."""
+        """Let those parameters that are ``present``, and no others, have their part of ``g``."""
         for span, view, wanted in zip(self.spans, self._g_views, present, strict=True):
             span.parameter.grad = view if wanted else None
 
@@ -137,7 +139,7 @@ class Flat:
 
 def _check(name: str, parameter: nn.Parameter) -> None:
     """Refuse what cannot be a view of one dense vector."""
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedParameter):
         raise UsageError(f"parameter {name} has no shape yet: run one forward before worker.setup")
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         raise UsageError(f"parameter {name} ({type(parameter).__name__}) must be a plain parameter")
@@ -164,7 +166,7 @@ def _check_same(spans: list[Span]) -> None:
 def _check_separate(spans: list[Span]) -> None:
     """Weights tied as one parameter are fine; two parameters that share memory are not."""
     ordered = sorted(spans, key=lambda span: span.parameter.data_ptr())
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.parameter.data_ptr() + before.parameter.nbytes > after.parameter.data_ptr():
             raise UsageError(
                 f"parameters {before.name} and {after.name} share memory: tie weights by using"

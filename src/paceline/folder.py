@@ -7,27 +7,39 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from torch import nn
+
+from paceline.checkpoint import save_tensors
 from paceline.errors import UsageError
+from paceline.trace import Trace, merge
 
-CONFIG, METRICS, TRACE, MODEL = "config.json", "metrics.jsonl", "trace.jsonl", "model.safetensors"
+FILES = CONFIG, METRICS, TRACE, MODEL = (
+    "config.json",
+    "metrics.jsonl",
+    "trace.jsonl",
+    "model.safetensors",
+)
 
 
 class RunFolder:
     """Where a run writes. What an earlier run left there is removed first; other files stay."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for stale in (CONFIG, METRICS, TRACE, MODEL, *self.path.glob("trace.*.jsonl")):
-                (self.path / stale).unlink(missing_ok=True)
+            for stale in [*map(self.path.joinpath, FILES), *self.path.glob("trace.*.jsonl")]:
+                stale.unlink(missing_ok=True)
             self._metrics = (self.path / METRICS).open("w", encoding="utf-8")
         except OSError as error:
             reason = error.strerror or str(error)
-            raise UsageError(f"out ({path}) must be a folder that can be written: {reason}") from None
+            raise UsageError(
+                f"out ({path}) must be a folder that can be written: {reason}"
+            ) from None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write what the run was asked to do, and with which versions it does it."""
@@ -48,14 +60,50 @@ class RunFolder:
         """The run's trace."""
         return self.path / TRACE
 
-    def rank_trace(self, rank: int) -> Path:
-        """The trace of one rank, until they are merged."""
-        return self.path / f"trace.{rank}.jsonl"
-
     @property
     def model(self) -> Path:
         """The answer, under plain state-dict names."""
         return self.path / MODEL
+
+    def merge_traces(self, ranks: int) -> None:
+        """Make one trace of those that ranks have written."""
+        merge([rank_trace(self.path, rank) for rank in range(ranks)], self.trace)
+
+
+class RankFiles:
+    """What a rank's own process writes into the folder of a run, if there is one."""
+
+    def __init__(self, out: str | PathLike[str] | None, rank: int) -> None:
+        self._path, self._rank = (None if out is None else Path(out)), rank
+        self._metrics: TextIO | None = None
+        if self._path is not None:
+            self._path.mkdir(parents=True, exist_ok=True)
+        self.trace = Trace(rank_trace(self._path, rank)) if self._path else None
+
+    def metric(self, record: Mapping[str, Any]) -> None:
+        """Add one line to the metrics of this rank."""
+        if self._path is not None:
+            name = f"metrics.{self._rank}.jsonl"
+            self._metrics = self._metrics or (self._path / name).open("w", encoding="utf-8")
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+
+    def save_answer(self, model: nn.Module | None) -> None:
+        """Write the model that the run ends with; rank 0 does."""
+        if self._path is not None and self._rank == 0 and model is not None:
+            save_tensors(model.state_dict(), self._path / MODEL)
+
+    def close(self) -> None:
+        """Write the rest."""
+        if self.trace is not None:
+            self.trace.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def rank_trace(folder: Path, rank: int) -> Path:
+    """The trace of one rank, until they are merged."""
+    return folder / f"trace.{rank}.jsonl"
 
 
 def provenance() -> dict[str, Any]:

@@ -23,7 +23,9 @@ _MAX_FDS = 8
 _PR_SET_PDEATHSIG = 1
 
 
-def send_message(sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
+def send_message(
+    sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None
+) -> None:
     """Send one JSON message, and file descriptors with it."""
     body = json.dumps(message).encode()
     header = struct.pack("!I", len(body))
@@ -64,13 +66,13 @@ def serve(sock: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
     while True:
-        ready, _, _ = select.select([sock, reader], [], [])
+        ready, _, _ = select.select([sock.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
             for pid, status in _ended(children):
                 with suppress(BrokenPipeError):
                     send_message(sock, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
-        if sock in ready:
+        if sock.fileno() in ready:
             request = receive_message(sock)
             if request is None:
                 break
@@ -127,10 +129,14 @@ def main() -> None:
     """Load what every rank needs, then serve."""
     die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
-    import paceline.comm.shared_memory
+    import torch
+
+    import paceline.comm.distributed
+    import paceline.comm.shared_collective
     import paceline.processes
     import paceline.run  # noqa: F401
 
+    torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch loads its compiler at the first one
     gc.collect()
     gc.freeze()
     serve(sock)

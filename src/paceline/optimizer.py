@@ -22,6 +22,8 @@ class PacedOptimizer(Optimizer):
     ``param_groups``, ``state`` and ``defaults`` are those of the optimizer inside.
     """
 
+    inner: Optimizer
+    _pace: Pace
     _step_supports_amp_scaling = True
     """A scaler hands its findings over instead of skipping a step: ranks agree on them."""
 
@@ -46,7 +48,7 @@ class PacedOptimizer(Optimizer):
         """The inner optimizer's defaults."""
         return self.inner.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the strategy; a ``closure`` is evaluated once, before it."""
         loss = None
         if closure is not None:

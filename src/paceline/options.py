@@ -6,7 +6,6 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import UsageError, unknown
@@ -31,7 +30,6 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise UsageError(f"{where}: {error}") from None
 
 
-@cache
 def field_types(cls: type[Any]) -> dict[str, Any]:
     """The types of the fields that a user may set, by name."""
     hints = get_type_hints(cls)

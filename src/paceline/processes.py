@@ -199,8 +199,8 @@ def _supervise(ranks: list[Rank], nursery: Nursery, on_message: OnMessage | None
     by_pipe = {rank.pipe: rank for rank in ranks}
     failed_s: float | None = None
     while any(rank.code is None for rank in ranks):
-        ready, _, _ = select.select([nursery.socket, *by_pipe], [], [], 0.2)
-        if nursery.socket in ready:
+        ready, _, _ = select.select([nursery.socket.fileno(), *by_pipe], [], [], 0.2)
+        if nursery.socket.fileno() in ready:
             nursery.hear()
         for rank in ranks:
             if rank.pipe in ready:

@@ -79,7 +79,9 @@ def plain_json(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except TypeError as error:
-        raise UsageError(f"{name} must hold numbers, texts, lists and dicts only: {error}") from None
+        raise UsageError(
+            f"{name} must hold numbers, texts, lists and dicts only: {error}"
+        ) from None
 
 
 def _run_main(path: str) -> types.ModuleType:

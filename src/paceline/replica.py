@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -79,7 +81,8 @@ class Replica:
         group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.zeros(1)
-        probe = type(self.optimizer)([{"params": [number], **group}])
+        kind: Any = type(self.optimizer)
+        probe = kind([{"params": [number], **group}])
         probe.step()
         return [
             name

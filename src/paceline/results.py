@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from os import PathLike
 from typing import Any
 
+from paceline.folder import RunFolder
+from paceline.strategies import strategy_name
+from paceline.strategies.base import Strategy
 from paceline.worker import Metric, Worker
+
+OnMetric = Callable[[Metric], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +25,7 @@ class Summary:
     bytes_sent: int
     first_step_s: float
     last_step_s: float
+    end_s: float
     wait_s: float
     consensus: float | None
 
@@ -35,6 +42,7 @@ class Summary:
             bytes_sent=meter.bytes_sent,
             first_step_s=first.time_s if first else now_s,
             last_step_s=last.time_s if last else now_s,
+            end_s=now_s,
             wait_s=last.wait_s - first.wait_s if first and last else 0.0,
             consensus=worker.consensus,
         )
@@ -95,20 +103,65 @@ class Result:
         return numbers
 
 
-def last_logged(metrics: Sequence[Metric], name: str) -> Any:
-    """The last value that was logged under ``name``; of the lowest rank, if several did at once."""
-    values = [record[name] for record in metrics if name in record]
-    return values[-1] if values else None
+class RunBook:
+    """What a run tells while it goes on, and the result that it makes of it in the end."""
 
+    def __init__(self, out: str | PathLike[str] | None, on_metric: OnMetric | None) -> None:
+        self.folder = None if out is None else RunFolder(out)
+        self.metrics: list[Metric] = []
+        self._on_metric = on_metric
 
-def totals(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """The part of a result that is summed over workers."""
-    shares = [summary.wait_share for summary in summaries]
-    consensus = [summary.consensus for summary in summaries if summary.consensus is not None]
-    return {
-        "steps": sum(summary.steps for summary in summaries),
-        "samples": sum(summary.samples for summary in summaries),
-        "bytes_sent": sum(summary.bytes_sent for summary in summaries),
-        "wait_share": sum(shares) / len(shares) if shares else 0.0,
-        "consensus_distance": consensus[0] if consensus else None,
-    }
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write down what was asked for."""
+        if self.folder is not None:
+            self.folder.write_config(config)
+
+    def metric(self, record: Metric) -> None:
+        """Take a record of ``worker.log``."""
+        self.metrics.append(record)
+        if self.folder is not None:
+            self.folder.metric(record)
+        if self._on_metric is not None:
+            self._on_metric(record)
+
+    def close(self, ranks: int = 0) -> None:
+        """Close the files; merge the traces of ``ranks`` processes."""
+        if self.folder is not None:
+            self.folder.close()
+            if ranks:
+                self.folder.merge_traces(ranks)
+
+    def result(
+        self, strategy: Strategy, summaries: Sequence[Summary], *, workers: int, **facts: Any
+    ) -> Result:
+        """Put together the numbers of all ranks and the ``facts`` of the run."""
+        mine = [summary for summary in summaries if summary.rank < workers]
+        consensus = [s.consensus for s in mine if s.consensus is not None]
+        stale = 0 if strategy.synchronous else None
+        known = {
+            "virtual_seconds": None,
+            "wire_bytes": None,
+            "trace_hash": None,
+            "lost_workers": 0,
+            "joined_workers": 0,
+        }
+        return Result(
+            strategy=strategy_name(strategy),
+            workers=workers,
+            steps=sum(summary.steps for summary in mine),
+            samples=sum(summary.samples for summary in mine),
+            loss=self._last("loss"),
+            accuracy=self._last("accuracy"),
+            bytes_sent=sum(summary.bytes_sent for summary in summaries),
+            wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
+            staleness_mean=stale,
+            staleness_max=stale,
+            consensus_distance=consensus[0] if consensus else None,
+            out=None if self.folder is None else str(self.folder.path),
+            metrics=self.metrics,
+            **{**known, **facts},
+        )
+
+    def _last(self, name: str) -> Any:
+        values = [record[name] for record in self.metrics if name in record]
+        return values[-1] if values else None

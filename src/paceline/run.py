@@ -5,30 +5,129 @@ The same ``train(worker)`` function goes into all three.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
-from paceline.comm.base import Limits
+from paceline.capacity import check_real_workers, check_virtual_workers
+from paceline.checkpoint import save_tensors
+from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.simulated import SimulatedTransport, World
-from paceline.checkpoint import save_tensors
 from paceline.errors import PacelineError, UsageError, WorkerFailed
-from paceline.folder import RunFolder
-from paceline.options import at_least
-from paceline.results import Result, Summary, last_logged, totals
+from paceline.folder import RankFiles
+from paceline.processes import Channel, Message, run_ranks
+from paceline.reference import (
+    Reference,
+    find,
+    pack_strategy,
+    plain_json,
+    refer_to,
+    unpack_strategy,
+)
+from paceline.results import OnMetric, Result, RunBook, Summary
+from paceline.seeds import seed_user_generators
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sim.faults import Fault
 from paceline.strategies import make_strategy, strategy_name
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Strategy, workers_in
 from paceline.trace import Trace
-from paceline.worker import Metric, Served, Worker
+from paceline.worker import Served, Worker
 
 Train = Callable[..., None]
-OnMetric = Callable[[Metric], None]
-MAX_VIRTUAL_WORKERS = 20_000
+
+
+def launch(
+    train: Train | Reference,
+    *,
+    workers: int = 2,
+    strategy: str | Strategy = "allreduce",
+    transport: str = "shared_memory",
+    device: str = "cpu",
+    seed: int = 0,
+    limits: Limits | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    out: str | PathLike[str] | None = None,
+    on_metric: OnMetric | None = None,
+) -> Result:
+    """Run ``train(worker)`` in real processes on this host.
+
+    Args:
+        train: the training function, at the top level of a module or script.
+        workers: how many; servers and communicators of the strategy come on top.
+        strategy: a name, a name with options, or an object.
+        transport: ``shared_memory``, or ``distributed`` for gloo and nccl.
+        device: ``cpu``, or ``cuda`` to spread the workers over this host's GPUs.
+        seed: of everything random in the run.
+        limits: how long workers wait for each other.
+        arguments: more keyword arguments for ``train``; numbers, texts, lists and dicts.
+        out: a folder for configuration, metrics, trace and model.
+        on_metric: called with each record of ``worker.log`` as it comes.
+
+    Raises:
+        WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
+        PeerLost: a rank died, or was stopped for longer than ``limits.dead_s``.
+    """
+    began_s = time.monotonic()
+    prototype = make_strategy(strategy)
+    check_real_workers(workers)
+    size = ranks_for(prototype, workers)
+    book = RunBook(out, on_metric)
+    common: Message = {
+        "train": train if isinstance(train, dict) else refer_to(train),
+        "strategy": pack_strategy(prototype),
+        "workers": workers,
+        "seed": seed,
+        "device": device,
+        "arguments": plain_json("arguments", dict(arguments or {})),
+        "out": None if book.folder is None else str(book.folder.path),
+    }
+    book.write_config({"world": transport, **common, "strategy": repr(prototype)})
+    try:
+        told = run_ranks(
+            refer_to(train_rank),
+            [common] * size,
+            transport=transport,
+            limits=limits,
+            on_message=lambda rank, message: book.metric(message["record"]),
+        )
+    finally:
+        book.close(ranks=size)
+    summaries = [Summary(**summary) for summary in told]
+    first_s = min(summary.first_step_s for summary in summaries)
+    before_s = time.monotonic() - began_s - max(summary.end_s for summary in summaries)
+    return book.result(
+        prototype,
+        summaries,
+        workers=workers,
+        seed=seed,
+        seconds=max(summary.last_step_s for summary in summaries) - first_s,
+        startup_seconds=max(0.0, before_s) + first_s,
+    )
+
+
+def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
+    """The program of a launched rank."""
+    files = RankFiles(argument["out"], transport.rank)
+    seed_user_generators(argument["seed"], transport.rank)
+    worker = Worker(
+        MeteredTransport(transport, files.trace),
+        unpack_strategy(argument["strategy"]),
+        workers=argument["workers"],
+        seed=argument["seed"],
+        device=device_of(argument["device"], transport.rank),
+        report=lambda record: channel.send({"kind": "metric", "record": record}),
+    )
+    try:
+        run_worker(worker, find(argument["train"]), argument["arguments"])
+        files.save_answer(worker.model)
+    finally:
+        files.close()
+    return asdict(Summary.of(worker))
 
 
 def simulate(
@@ -44,7 +143,7 @@ def simulate(
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
 ) -> Result:
-    """Run ``train(worker)`` on simulated workers, in virtual time; a function of its arguments.
+    """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
 
     Args:
         train: the training function; called once for each worker.
@@ -57,27 +156,23 @@ def simulate(
         arguments: more keyword arguments for ``train``.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
+
+    Raises:
+        WorkerFailed: ``train`` raised on a rank.
+        PeerLost: a rank that others needed was killed, or frozen for too long.
+        Deadlock: every rank waited for another.
     """
-    began = time.perf_counter()
+    began_s = time.monotonic()
     prototype = make_strategy(strategy)
-    check_workers(workers, MAX_VIRTUAL_WORKERS)
+    check_virtual_workers(workers)
     place = load_cluster(cluster)
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]
     check_faults(all_faults, size, prototype)
-    folder = RunFolder(out) if out is not None else None
+    book = RunBook(out, on_metric)
     world = World(place, size, seed=seed, limits=limits or Limits(), faults=all_faults)
-    trace = Trace(folder.trace if folder else None)
-    metrics: list[Metric] = []
+    trace = Trace(book.folder.trace if book.folder else None)
     summaries: list[Summary] = []
-    first_step = time.perf_counter()
-
-    def report(record: Metric) -> None:
-        metrics.append(record)
-        if folder is not None:
-            folder.metric(record)
-        if on_metric is not None:
-            on_metric(record)
 
     def body(transport: SimulatedTransport) -> None:
         worker = Worker(
@@ -86,41 +181,106 @@ def simulate(
             workers=workers,
             seed=seed,
             costs=world.costs[transport.rank],
-            report=report,
+            report=book.metric,
         )
-        run_worker(worker, train, arguments or {})
+        try:
+            run_worker(worker, train, arguments or {})
+        except Exception as error:
+            if isinstance(error, PacelineError):
+                raise
+            summary = f"{type(error).__name__}: {error} (at {world.calendar.now_s:.6f} s)"
+            raise WorkerFailed(worker.rank, summary) from error
         summaries.append(Summary.of(worker))
-        if folder is not None and worker.rank == 0:
-            save_answer(worker, folder)
+        if book.folder is not None and worker.rank == 0 and worker.model is not None:
+            save_tensors(worker.model.state_dict(), book.folder.model)
 
-    if folder is not None:
-        folder.write_config({"world": "simulated", "workers": workers, "seed": seed,
-            "strategy": repr(prototype), "cluster": place, "arguments": dict(arguments or {})})
+    book.write_config(
+        {
+            "world": "simulated",
+            "strategy": repr(prototype),
+            "workers": workers,
+            "seed": seed,
+            "arguments": dict(arguments or {}),
+            "cluster": asdict(place),
+            "faults": [asdict(fault) for fault in faults],
+        }
+    )
+    ready_s = time.monotonic()
     try:
         world.run(body)
     finally:
         trace_hash = trace.close()
-        if folder is not None:
-            folder.close()
-    return Result(
-        strategy=strategy_name(prototype),
+        book.close()
+    return book.result(
+        prototype,
+        summaries,
         workers=workers,
         seed=seed,
-        **totals(summaries),
-        loss=last_logged(metrics, "loss"),
-        accuracy=last_logged(metrics, "accuracy"),
-        seconds=time.perf_counter() - first_step,
-        startup_seconds=first_step - began,
+        seconds=time.monotonic() - ready_s,
+        startup_seconds=ready_s - began_s,
         virtual_seconds=world.calendar.now_s,
         wire_bytes=round(world.network.wire_bytes),
-        staleness_mean=0.0 if prototype.synchronous else None,
-        staleness_max=0 if prototype.synchronous else None,
         trace_hash=trace_hash,
         lost_workers=len(world.lost),
-        joined_workers=len(world.joined_late),
-        out=str(folder.path) if folder else None,
-        metrics=metrics,
+        joined_workers=sum(at_s <= world.calendar.now_s for at_s in world.joined_late.values()),
     )
+
+
+@contextmanager
+def init(
+    *,
+    strategy: str | Strategy = "allreduce",
+    device: str = "cpu",
+    seed: int = 0,
+    limits: Limits | None = None,
+    rank_order: bool = False,
+    out: str | PathLike[str] | None = None,
+) -> Iterator[Worker]:
+    """The worker of a plain script, under torchrun, Slurm, Ray, or alone.
+
+    The standard environment variables say who this process is; without them it is a world of one.
+    On leaving the block the worker is finished. A rank that is no worker ends inside it.
+
+    Args:
+        strategy: a name, a name with options, or an object; the same on every rank.
+        device: ``cpu``, or ``cuda`` for the GPU of this process's local rank.
+        seed: of everything random in the run; the same on every rank.
+        limits: how long workers wait for each other.
+        rank_order: sum in rank order, bit for bit as the other transports do; slower.
+        out: a folder for this rank's trace and metrics, and rank 0's model.
+    """
+    method = make_strategy(strategy)
+    transport = _connect(limits or Limits(), rank_order)
+    workers = workers_in(method, transport.size) if transport.size > 1 else 1
+    files = RankFiles(out, transport.rank)
+    seed_user_generators(seed, transport.rank)
+    worker = Worker(
+        MeteredTransport(transport, files.trace),
+        method,
+        workers=workers,
+        seed=seed,
+        device=device_of(device, int(os.environ.get("LOCAL_RANK", transport.rank))),
+        report=files.metric,
+    )
+    try:
+        yield worker
+        worker.finish()
+        files.save_answer(worker.model)
+        transport.close()
+    except Served:
+        transport.close()
+        raise SystemExit(0) from None
+    finally:
+        files.close()
+
+
+def _connect(limits: Limits, rank_order: bool) -> Transport:
+    from paceline.comm.distributed import connect_by_environment, launched_rank_and_size
+    from paceline.comm.solo import SoloTransport
+
+    if launched_rank_and_size()[1] == 1:
+        return SoloTransport()
+    return connect_by_environment(limits, rank_order=rank_order)
 
 
 def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> None:
@@ -133,15 +293,6 @@ def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> No
     except PacelineError as error:
         error.add_note(f"on rank {worker.rank} at {worker.comm.now():.6f} s")
         raise
-    except Exception as error:
-        summary = f"{type(error).__name__}: {error} (at {worker.comm.now():.6f} s)"
-        raise WorkerFailed(worker.rank, summary) from error
-
-
-def save_answer(worker: Worker, folder: RunFolder) -> None:
-    """Write the model that the run ends with."""
-    if worker.model is not None:
-        save_tensors(worker.model.state_dict(), folder.model)
 
 
 def ranks_for(strategy: Strategy, workers: int) -> int:
@@ -149,11 +300,16 @@ def ranks_for(strategy: Strategy, workers: int) -> int:
     return len(strategy.roles(workers)) if workers > 1 else 1
 
 
-def check_workers(workers: int, limit: int) -> None:
-    """Refuse a number of workers that is no use, or more than this machine could hold."""
-    at_least("workers", workers, 1)
-    if workers > limit:
-        raise UsageError(f"workers ({workers}) must be at most {limit} here")
+def device_of(device: str, rank: int) -> str:
+    """The device of a rank: ``cuda`` is spread over the GPUs there are."""
+    if device != "cuda":
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError("device (cuda) needs a GPU that torch can see")
+    return f"cuda:{rank % count}"
 
 
 def check_faults(faults: Sequence[Fault], size: int, strategy: Strategy) -> None:

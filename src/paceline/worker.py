@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -101,10 +101,8 @@ class Worker:
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
             return
-        try:
+        with suppress(PeersGone):
             self.strategy.serve(x)
-        except PeersGone:
-            pass
         raise Served
 
     def _share_the_rest(self, model: nn.Module) -> None:
@@ -117,7 +115,7 @@ class Worker:
             tensors = [t.detach() for t in rest if t.dtype is dtype]
             together = torch.cat([t.reshape(-1) for t in tensors])
             workers.broadcast(together)
-            parts = together.split([t.numel() for t in tensors])
+            parts = torch.split(together, [t.numel() for t in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
@@ -141,9 +139,12 @@ class Worker:
             self.strategy.plan(len(paced[0]) * epochs)
         return paced[0] if len(paced) == 1 else paced
 
-    def _paced(self, loader: DataLoader[Any], data: Sharing) -> PacedLoader:
+    def _paced(self, loader: object, data: Sharing) -> PacedLoader:
         if isinstance(loader, PacedLoader):
             return loader
+        if not isinstance(loader, DataLoader):
+            kind = type(loader).__name__
+            raise UsageError(f"setup_dataloaders takes torch DataLoaders, got {kind}")
         if id(loader) not in self._loaders:
             number = len(self._loaders)
             self._loaders[id(loader)] = PacedLoader(loader, self, data, number)
@@ -163,7 +164,7 @@ class Worker:
             transport.load(costs.loading_s(batch.samples, transport.now()))
             if not training:
                 transport.compute(costs.forward_s(batch.samples))
-        transport.note("batch", epoch=batch.epoch, index=batch.index, samples=batch.samples)
+        transport.note("batch", epoch=batch.epoch, index=batch.number, samples=batch.samples)
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
             self._epochs_done = max(self._epochs_done, batch.epochs_done)
@@ -331,7 +332,7 @@ def _settle_before_reading(model: nn.Module, settle: Callable[[], None]) -> None
     hook = _Settle(settle)
     for module in model.modules():
         module.register_forward_pre_hook(hook)
-        module.register_state_dict_pre_hook(hook)
+        module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _plain(name: str, value: Any) -> Any:

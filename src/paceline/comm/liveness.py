@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from paceline.comm.base import Limits
 from paceline.errors import CommTimeout, PeerLost, name_ranks
 
 TICK_S = 0.1
 """How often a wait looks after those that it waits for."""
+
+
+HEARTBEAT_S = 1.0
 
 
 class Processes:
@@ -65,6 +72,47 @@ class Processes:
         return bool(poll.poll(0))
 
 
+class Peers:
+    """The liveness of ranks that may be on other hosts.
+
+    Those on this host are looked at directly. The others show a heartbeat in the store, once a
+    second; it is given twice ``dead_s``, since a thread may be kept from beating for a while.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, limits: Limits) -> None:
+        self._store, self._limits = store, limits
+        here = _host()
+        store.set(f"host/{rank}", f"{here} {os.getpid()}")
+        told = [store.get(f"host/{peer}").decode().split() for peer in range(size)]
+        self._pids = {peer: int(pid) for peer, (host, pid) in enumerate(told) if host == here}
+        self._processes = Processes(lambda peer: self._pids[peer], limits)
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._over = threading.Event()
+        if len(self._pids) < size:
+            threading.Thread(target=self._beat, args=(rank,), daemon=True).start()
+
+    def why_lost(self, rank: int) -> str | None:
+        """Why ``rank`` is lost, or None while it is not."""
+        if rank in self._pids:
+            return self._processes.why_lost(rank)
+        now_s = time.monotonic()
+        beat = int(self._store.add(f"beat/{rank}", 0))
+        last, since_s = self._seen.get(rank, (-1, now_s))
+        if beat != last:
+            self._seen[rank] = (beat, now_s)
+        elif now_s - since_s > 2 * self._limits.dead_s:
+            return f"its heartbeat has stopped for {now_s - since_s:.1f} s"
+        return None
+
+    def close(self) -> None:
+        """End the heartbeat."""
+        self._over.set()
+
+    def _beat(self, rank: int) -> None:
+        while not self._over.wait(HEARTBEAT_S):
+            self._store.add(f"beat/{rank}", 1)
+
+
 class Watch:
     """One wait: gives up when a peer is lost, says whom it waits for, and ends at its limit."""
 
@@ -100,3 +148,12 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return state in (b"T", b"t")
+
+
+def _host() -> str:
+    """What processes have in common that see each other's pids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}-no-proc-{os.getpid()}"

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.base import Work
-from paceline.comm.shared_memory import AHEAD, BLOCK, DTYPES, ENTRY_WORDS, SharedMemoryTransport
+from paceline.comm.dtypes import DTYPES
+from paceline.comm.shared_memory import AHEAD, BLOCK, ENTRY_WORDS, SharedMemoryTransport
 from paceline.errors import MessageMismatch
 
 _ARRIVED, _FINISHED, _RELEASED = 0, 1, 2

@@ -16,18 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from paceline.comm.arena import Arena, Words
 from paceline.comm.base import MAILBOX_CAPACITY, Limits, Transport, Work, check_fit
+from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import TICK_S, Processes, Watch
 from paceline.errors import PeersGone, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.shared_collective import Group
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+
 MAX_GROUPS, MAX_QUEUES = 256, 64
 AHEAD = 2
 """How many collectives of a group may be under way at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from paceline.sim.faults import Fault
 from paceline.sim.kernel import Baton, Calendar, Killed
 from paceline.sim.network import Network
 
+numpy_random: Any = np.random  # its stubs lack the two functions that swap bit generators
 Vigil = Callable[[], BaseException | None]
 
 
@@ -62,7 +64,7 @@ class World:
 
         for fault in self._faults:
             if fault.at_step is None:
-                self.calendar.call(fault.at_s or 0.0, lambda fault=fault: self.inject(fault))
+                self.calendar.call(fault.at_s or 0.0, partial(self.inject, fault))
         threads = torch.get_num_threads()
         with self.generators:
             self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
@@ -126,6 +128,11 @@ class World:
     def _lose(self, rank: int, reason: str) -> None:
         self._lost.add(rank)
         self.depart(rank, reason)
+
+    def end_wait(self, rank: int) -> None:
+        """Wake ``rank``: what it waited for is there, and nobody's departure can undo that."""
+        self.vigils.pop(rank, None)
+        self.baton.wake(rank)
 
     def depart(self, rank: int, reason: str) -> None:
         """Take ``rank`` out, and tell those whose wait can no longer end."""
@@ -237,7 +244,7 @@ class Collective:
         self.done = True
         self._inputs.clear()
         for rank in sorted(self._waiting):
-            self._world.baton.wake(rank)
+            self._world.end_wait(rank)
 
 
 class CollectiveWork(Work):
@@ -328,7 +335,7 @@ class SimulatedTransport(Transport):
     def _ring(self, message: Message, dst: int) -> None:
         sources, tag = self.world.receivers.get(dst, ((), 0))
         if message.tag == tag and message.src in sources:
-            self._baton.wake(dst)
+            self.world.end_wait(dst)
 
     def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
         self._baton.check(self.rank)
@@ -366,7 +373,7 @@ class SimulatedTransport(Transport):
         self._until(there_s, op, (message.src,))
         message.taken = True
         if message.awaited:
-            self._baton.wake(message.src)
+            self.world.end_wait(message.src)
         return message.src, x.view_as(like)
 
     def _no_more(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
@@ -481,12 +488,13 @@ class Generators:
             return
         self._saved[self._in_place] = (
             torch.default_generator.get_state(),
-            np.random.get_bit_generator(),
+            numpy_random.get_bit_generator(),
             random.getstate(),
         )
-        torch_state, numpy_generator, python_state = self._saved.pop(rank, None) or self._new(rank)
+        own = self._saved.pop(rank) if rank in self._saved else self._new(rank)
+        torch_state, numpy_generator, python_state = own
         torch.default_generator.set_state(torch_state)
-        np.random.set_bit_generator(numpy_generator)
+        numpy_random.set_bit_generator(numpy_generator)
         random.setstate(python_state)
         self._in_place = rank
 

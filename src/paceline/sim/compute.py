@@ -46,4 +46,3 @@ class Costs:
 
     def _jitter(self) -> float:
         return 1.0 + self._spread * float(2.0 * self._random.random() - 1.0)
-

@@ -57,7 +57,9 @@ class Fault:
         if self.kind == "join" and self.at_step is not None:
             raise UsageError("join takes at_s: a rank that is not there has no steps")
         if self.for_s is not None and self.kind not in ("freeze", "slow"):
-            raise UsageError(f"for_s ({self.for_s}) goes with freeze and slow, not with {self.kind}")
+            raise UsageError(
+                f"for_s ({self.for_s}) goes with freeze and slow, not with {self.kind}"
+            )
         if (self.factor is not None) != (self.kind == "slow"):
             raise UsageError(f"factor ({self.factor}) goes with slow, and slow needs one")
         above("factor", 1.0 if self.factor is None else self.factor, 0)

@@ -123,7 +123,7 @@ class Baton:
         state.computing_until_s = None
 
     def wait(self, rank: int, op: str, peers: Sequence[int], patient: bool = False) -> None:
-        """Block until :meth:`wake`; ``op`` and ``peers`` say what for, ``patient`` sets no limit."""
+        """Block until :meth:`wake`; ``op`` and ``peers`` say what for; ``patient``: for ever."""
         state = self.ranks[rank]
         now_s = self.calendar.now_s
         state.wait = Wait(op, peers, now_s, patient)

@@ -37,9 +37,7 @@ def strategy_name(strategy: Strategy) -> str:
     return type(strategy).__name__
 
 
-def make_strategy(
-    spec: str | Strategy, settings: Mapping[str, Any] | None = None
-) -> Strategy:
+def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = None) -> Strategy:
     """A strategy from ``"sasgd"``, ``"sasgd(interval=8)"`` or an object, with more ``settings``.
 
     A strategy object is copied, so that each run and each rank has its own.

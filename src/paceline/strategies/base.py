@@ -124,6 +124,8 @@ def workers_in(strategy: Strategy, size: int) -> int:
         )
     workers = fitting[-1]
     if len(strategy.roles(workers)) != size:
-        needs = " or ".join(f"{len(strategy.roles(n))} (for {n} workers)" for n in (workers, workers + 1))
+        needs = " or ".join(
+            f"{len(strategy.roles(n))} (for {n} workers)" for n in (workers, workers + 1)
+        )
         raise UsageError(f"{name} needs {needs} processes, got {size}")
     return workers

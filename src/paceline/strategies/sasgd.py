@@ -40,8 +40,8 @@ class SASGD(Lockstep):
     Args:
         interval: steps between aggregations.
         global_lr: learning rate of the aggregated step; averages the models when not given.
-        form: ``gradient`` accumulates gradients, ``pseudo`` takes the difference of models, ``auto``
-            chooses: ``gradient`` on plain SGD, until a learning rate changes inside an interval.
+        form: ``gradient`` accumulates gradients, ``pseudo`` takes the difference of models;
+            ``auto`` is ``gradient`` on plain SGD, until a learning rate changes in an interval.
         momentum: what happens to the optimizer's buffers at an aggregation: ``keep`` them local,
             ``reset`` them, or ``average`` them too.
         warmup: first steps that aggregate every time; with them, this is post-local SGD.
@@ -72,9 +72,9 @@ class SASGD(Lockstep):
     When to use: slow links and equal machines. The learning rate is that of one large batch
     (factor 1); longer intervals want smaller ones.
 
-    Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent algorithm
-    for deep-learning applications", ICPP 2017. With ``global_lr`` not given: local SGD (Stich 2019),
-    K-AVG (Zhou and Cong 2018); with ``warmup``: post-local SGD (Lin et al. 2020).
+    Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent
+    algorithm for deep-learning applications", ICPP 2017. With ``global_lr`` not given: local SGD
+    (Stich 2019), K-AVG (Zhou and Cong 2018); with ``warmup``: post-local SGD (Lin et al. 2020).
     """
 
     paper: ClassVar[str] = "Cong, Bhardwaj, Feng, ICPP 2017"

@@ -1,0 +1,365 @@
+"""torch.distributed as a transport: gloo on CPUs, nccl on GPUs, under any launcher.
+
+Collectives are the backend's own, each preceded by a small one in which the members agree on
+operation, shape and weights: gloo aborts the process when shapes differ. Messages go through a
+service thread (:mod:`.mail`) over a gloo group of their own. torch.distributed has neither
+authentication nor encryption: trusted networks only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.base import Limits, Transport, Work
+from paceline.comm.dtypes import DTYPES
+from paceline.comm.liveness import Peers, Watch
+from paceline.comm.mail import Mail
+from paceline.errors import MessageMismatch, PeerLost, UsageError
+
+_OPS = ("all_reduce", "broadcast")
+_TICK = timedelta(seconds=0.25)
+_SIOCGIFADDR = 0x8915
+
+
+def connect_on_loopback(
+    fd: int, port: int, rank: int, size: int, limits: Limits, started_s: float
+) -> DistributedTransport:
+    """Join the run of a launcher on this host, which listens at ``fd``."""
+    store = _store("127.0.0.1", port, rank, size, fd)
+    return _join(store, "127.0.0.1", rank, size, limits, started_s)
+
+
+def connect_by_environment(limits: Limits, *, rank_order: bool = False) -> DistributedTransport:
+    """Join the run that the standard environment variables describe (torchrun, Slurm, Ray)."""
+    rank, size = launched_rank_and_size()
+    started_s = time.monotonic()
+    store: dist.Store
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return DistributedTransport(
+            store, rank, size, limits, started_s, rank_order, owns_groups=False
+        )
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        port = int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError("MASTER_PORT must be set to the port of rank 0, on every rank") from None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(host, port, size, False)
+    else:
+        store = _store(host, port, rank, size, None)
+    return _join(store, host, rank, size, limits, started_s, rank_order)
+
+
+def launched_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of processes, as its launcher says; (0, 1) without."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def _store(host: str, port: int, rank: int, size: int, fd: int | None) -> dist.Store:
+    """A store of our own: rank 0 listens on the one address that was given, and on no other."""
+    if rank != 0:
+        if fd is not None:
+            os.close(fd)
+        return dist.TCPStore(host, port, size, False)
+    if fd is None:
+        try:
+            fd = socket.create_server((host, port)).detach()
+        except OSError as error:
+            raise UsageError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+    return dist.TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _join(
+    store: dist.Store,
+    host: str,
+    rank: int,
+    size: int,
+    limits: Limits,
+    started_s: float,
+    rank_order: bool = False,
+) -> DistributedTransport:
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=_forever(limits)
+    )
+    return DistributedTransport(store, rank, size, limits, started_s, rank_order)
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the network interface that reaches ``host``; None where that is not known."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == mine:
+                return name
+    return None
+
+
+class _Group:
+    """The process groups of one set of members: one to agree on, one to move vectors on."""
+
+    def __init__(self, members: tuple[int, ...], limits: Limits) -> None:
+        ranks = list(members)
+        options: Any = {"timeout": _forever(limits), "use_local_synchronization": True}
+        self.members = members
+        self.agreeing = dist.new_group(ranks, backend="gloo", **options)
+        self.moving = dist.new_group(ranks, **options)
+        self.under_way: list[_Collective] = []
+
+
+class _Collective(Work):
+    """A collective in two parts: agree on what it is, then move the vector.
+
+    The second part is started by ``done`` or ``wait`` once the first is over, in the order in
+    which collectives were started.
+    """
+
+    def __init__(
+        self,
+        transport: DistributedTransport,
+        group: _Group,
+        op: str,
+        x: Tensor,
+        weight: int,
+        src: int,
+    ) -> None:
+        self._transport, self._group, self._op, self._src = transport, group, op, src
+        self._x, self._weight, self._total = x, weight, 0
+        self._moving: Any = None
+        self._buffer: Tensor | None = None
+        self._over = False
+        numel, code = x.numel(), DTYPES.index(x.dtype) + len(DTYPES) * _OPS.index(op)
+        self._mine = (numel, code)
+        self._agreed = torch.tensor([weight, numel, numel**2, code, code**2])
+        self._agreeing = dist.all_reduce(self._agreed, group=group.agreeing, async_op=True)
+        group.under_way.append(self)
+
+    def done(self) -> bool:
+        if not self._over and self._group.under_way[0] is self:
+            if self._moving is None and self._agreeing.is_completed():
+                self._move()
+            if self._moving is not None and self._moving.is_completed():
+                self.wait()
+        return self._over
+
+    def wait(self) -> int:
+        while not self._over:
+            oldest = self._group.under_way[0]
+            if oldest._moving is None:
+                oldest._move()
+            oldest._conclude()
+        return self._total
+
+    def _move(self) -> None:
+        self._transport.finish(self._agreeing, self._op, self._group.members)
+        self._check_agreement()
+        if self._total == 0 or self._x.numel() == 0:
+            self._moving = _NOTHING
+        elif self._op == "broadcast":
+            src = self._src
+            self._moving = dist.broadcast(self._x, src, group=self._group.moving, async_op=True)
+        elif self._transport.rank_order:
+            self._gather()
+        else:
+            self._buffer = self._x if self._weight else torch.zeros_like(self._x)
+            self._moving = dist.all_reduce(self._buffer, group=self._group.moving, async_op=True)
+
+    def _gather(self) -> None:
+        """Sum in rank order, as the other transports do: every member gets every vector."""
+        size = len(self._group.members)
+        self._gathered = [torch.empty_like(self._x) for _ in range(size)]
+        vector = self._x if self._weight else torch.zeros_like(self._x)
+        self._moving = dist.all_gather(
+            self._gathered, vector, group=self._group.moving, async_op=True
+        )
+
+    def _conclude(self) -> None:
+        self._transport.finish(self._moving, self._op, self._group.members)
+        if self._op == "all_reduce" and self._moving is not _NOTHING:
+            if self._transport.rank_order:
+                self._buffer = self._gathered[0]
+                for vector in self._gathered[1:]:
+                    self._buffer += vector
+            if self._buffer is not None and self._buffer is not self._x:
+                self._x.copy_(self._buffer)
+        self._group.under_way.remove(self)
+        self._over = True
+
+    def _check_agreement(self) -> None:
+        weight, numels, numels_2, codes, codes_2 = self._agreed.tolist()
+        size = len(self._group.members)
+        self._total = weight
+        if size * numels_2 != numels**2 or size * codes_2 != codes**2:
+            numel, code = self._mine
+            what = f"{self._op} of {numel} x {DTYPES[code % len(DTYPES)]}"
+            raise MessageMismatch(
+                f"rank {self._transport.rank} calls {what} where another rank calls something else"
+            )
+
+
+class _Nothing:
+    """A moving of nothing, which is over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+_NOTHING = _Nothing()
+
+
+class DistributedTransport(Transport):
+    """One rank of a process group.
+
+    Args:
+        store: where ranks find each other, and count.
+        rank: this rank.
+        size: how many there are.
+        limits: how long to wait.
+        started_s: the monotonic time that the run's clock begins at.
+        rank_order: sum in rank order, bit for bit as the other transports do; slower.
+        owns_groups: whether torch.distributed was initialised for this transport alone.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        limits: Limits,
+        started_s: float = 0.0,
+        rank_order: bool = False,
+        owns_groups: bool = True,
+    ) -> None:
+        self.rank, self.size, self.rank_order = rank, size, rank_order
+        self._owns_groups = owns_groups
+        self._limits, self._started_s = limits, started_s
+        self._store = dist.PrefixStore("paceline", store)
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._peers = Peers(self._store, rank, size, limits)
+        self._mail = Mail(rank, size, limits, self._peers)
+        self._group(tuple(range(size)))
+
+    # Messages: the mail's own --------------------------------------------------------------------
+
+    def alive(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if self._mail.why_gone(rank) is None)
+
+    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        return self._mail.start_send(x, dst, tag)
+
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        return self._mail.post(x, dst, tag)
+
+    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+        return self._mail.take(like, sources, tag, op)
+
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        return self._mail.take_now(like, sources, tag)
+
+    def publish(self, x: Tensor) -> int:
+        return self._mail.publish(x)
+
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        return self._mail.peek(src, like)
+
+    # Collectives ---------------------------------------------------------------------------------
+
+    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+        return _Collective(self, self._group(members), "all_reduce", x, weight, 0)
+
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        _Collective(self, self._group(members), "broadcast", x, 1, src).wait()
+
+    def _group(self, members: tuple[int, ...]) -> _Group:
+        if members not in self._groups:
+            self._groups[members] = _Group(members, self._limits)
+        return self._groups[members]
+
+    def finish(self, work: Any, op: str, members: tuple[int, ...]) -> None:
+        """Wait for a collective of the backend; give up when a member is gone."""
+        watch = None
+        others = [member for member in members if member != self.rank]
+        while True:
+            try:
+                work.wait(_TICK)
+                return
+            except RuntimeError as error:
+                watch = watch or Watch(op, self._limits)
+                if "timed out" not in str(error).lower():
+                    raise self._find_lost(others, watch) from None
+                gone = {r: why for r in others if (why := self._mail.why_gone(r)) is not None}
+                if gone:
+                    raise self._lost(gone, watch) from None
+                watch.keep_patience(others)
+
+    def _find_lost(self, others: Sequence[int], watch: Watch) -> Exception:
+        """A connection broke: give the reason a moment to show."""
+        deadline_s = time.monotonic() + self._limits.dead_s
+        while time.monotonic() < deadline_s:
+            gone = {r: why for r in others if (why := self._mail.why_gone(r)) is not None}
+            if gone:
+                return self._lost(gone, watch)
+            time.sleep(0.05)
+        return watch.lost(list(others), "a connection to one of them broke")
+
+    def _lost(self, gone: dict[int, str], watch: Watch) -> PeerLost:
+        """Name those that were lost first: others may have given up because of them."""
+        try:
+            first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
+            gone = {rank: gone[rank] for rank in map(int, first.split(","))}
+        except (RuntimeError, KeyError):
+            pass  # the store went with its rank, or others know of more than we do
+        return watch.lost(list(gone), next(iter(gone.values())))
+
+    # Clock and data ------------------------------------------------------------------------------
+
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        return int(self._store.add(f"queue/{queue}/{epoch}", 1)) - 1
+
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_zeros(numel)
+
+    def now(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def close(self) -> None:
+        self._mail.close()
+        self._peers.close()
+        if self._owns_groups and self._mail.closed and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _forever(limits: Limits) -> timedelta:
+    """The backend's own limit: beyond ours, which says more."""
+    return timedelta(seconds=10 * limits.progress_limit_s)

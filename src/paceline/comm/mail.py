@@ -1,0 +1,286 @@
+"""Messages over torch.distributed: one service thread a rank, over a gloo group of its own.
+
+The thread receives headers and nothing else; a vector stays with its sender until somebody takes
+it, and is refused by its header before memory is taken for it. A send is done, and a mailbox has
+room again, when the receiver has said so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.base import MAILBOX_CAPACITY, Limits, Work, check_fit
+from paceline.comm.dtypes import DTYPES
+from paceline.comm.liveness import Peers, Watch
+from paceline.errors import PeersGone
+
+_HEADER_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
+_TICK_S = 0.1
+_HEADERS_KEPT = 4 * (MAILBOX_CAPACITY + 4)
+"""A header must be kept until it has arrived; fewer than these can be on their way to one rank."""
+
+
+class Kind(IntEnum):
+    """What a header says."""
+
+    SEND = 1
+    POST = 2
+    TAKEN = 3
+    PEEK = 4
+    WINDOW = 5
+    LEFT = 6
+
+
+class Header(NamedTuple):
+    """The fixed part of every message; ``number`` names the vector that it announces."""
+
+    kind: int
+    tag: int = 0
+    dtype: int = 0
+    numel: int = 0
+    number: int = 0
+    version: int = 0
+
+
+class _Held(NamedTuple):
+    """A vector on its way, which must stay until it was taken."""
+
+    dst: int
+    kind: int
+    work: Any
+    x: Tensor
+
+
+class _Offer(Work):
+    def __init__(self, mail: Mail, dst: int, number: int) -> None:
+        self._mail, self._dst, self._number = mail, dst, number
+
+    def done(self) -> bool:
+        return self._mail.is_taken(self._number)
+
+    def wait(self) -> int:
+        op = f"send to rank {self._dst}"
+        self._mail.wait(lambda: self.done() or None, [self._dst], op)
+        return 1
+
+
+class Mail:
+    """The messages of one rank."""
+
+    def __init__(self, rank: int, size: int, limits: Limits, peers: Peers) -> None:
+        self.rank, self.size = rank, size
+        self._limits, self._peers = limits, peers
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self._changed = threading.Condition()
+        self._inbox: list[tuple[int, Header]] = []
+        self._windows: dict[int, tuple[int, Header]] = {}
+        self._held: dict[int, _Held] = {}
+        self._headers = [deque[Any](maxlen=_HEADERS_KEPT) for _ in range(size)]
+        self._window: tuple[int, Tensor] | None = None
+        self._left: set[int] = set()
+        self._number = 0
+        self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
+        if size > 1:
+            self._thread.start()
+
+    def why_gone(self, rank: int) -> str | None:
+        """Why ``rank`` is not here any more; None while it is."""
+        if rank in self._left:
+            return "it has finished"
+        return self._peers.why_lost(rank) if rank != self.rank else None
+
+    def close(self) -> None:
+        """Say that this rank leaves, and wait until the others have, so that all can be told."""
+        if self.rank in self._left:
+            return
+        for dst in range(self.size):
+            if dst != self.rank and self.why_gone(dst) is None:
+                self._send_header(dst, Header(Kind.LEFT))
+        self._left.add(self.rank)
+        while any(self.why_gone(rank) is None for rank in range(self.size)):
+            with self._changed:
+                self._changed.wait(_TICK_S)
+
+    @property
+    def closed(self) -> bool:
+        """Whether everyone has left in good order, so that the service has ended, too."""
+        if len(self._left) == self.size and self.size > 1:
+            self._thread.join(timeout=5)
+        return not self._thread.is_alive()
+
+    # Waiting -------------------------------------------------------------------------------------
+
+    def wait(
+        self, ready: Callable[[], Any], peers: Sequence[int], op: str, patient: bool = False
+    ) -> Any:
+        """Wait until ``ready`` gives something, or all ``peers`` are gone."""
+        watch = Watch(op, self._limits, patient)
+        while True:
+            with self._changed:
+                if (value := ready()) is not None:
+                    return value
+                if self._changed.wait(_TICK_S):
+                    continue
+            gone = [why for peer in peers if (why := self.why_gone(peer)) is not None]
+            with self._changed:
+                value = ready()
+            if value is not None:
+                return value
+            if len(gone) == len(peers):
+                raise PeersGone if op == "recv_any" else watch.lost(peers, gone[0])
+            watch.keep_patience(peers)
+
+    # Sending -------------------------------------------------------------------------------------
+
+    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        """Offer a vector to ``dst``."""
+        return _Offer(self, dst, self._offer(Kind.SEND, x.cpu(), dst, tag))
+
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        """Leave a copy for ``dst``, if its mailbox has room."""
+        with self._changed:
+            held = sum(h.dst == dst and h.kind == Kind.POST for h in self._held.values())
+        if held >= MAILBOX_CAPACITY or self.why_gone(dst) is not None:
+            return False
+        self._offer(Kind.POST, x.detach().cpu().clone(), dst, tag)
+        return True
+
+    def is_taken(self, number: int) -> bool:
+        """Whether a vector was taken."""
+        return number not in self._held
+
+    def _offer(self, kind: Kind, x: Tensor, dst: int, tag: int, version: int = 0) -> int:
+        with self._changed:
+            self._number += 1
+            number = self._number
+            work = self._send(x, dst, _FIRST_TAG + number % _TAGS)
+            self._held[number] = _Held(dst, kind, work, x)
+        dtype = DTYPES.index(x.dtype)
+        self._send_header(dst, Header(kind, tag, dtype, x.numel(), number, version))
+        return number
+
+    def _send_header(self, dst: int, header: Header) -> None:
+        message = torch.tensor(header)
+        with self._changed:
+            self._headers[dst].append((self._send(message, dst, _HEADER_TAG), message))
+
+    def _send(self, x: Tensor, dst: int, tag: int) -> Any:
+        """Start to send; that a connection broke is for those to say who wait for ``dst``."""
+        try:
+            return self._group.send([x], dst, tag)
+        except RuntimeError:
+            return None
+
+    # Taking --------------------------------------------------------------------------------------
+
+    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+        """Wait for a message and take it."""
+        while True:
+            ready = lambda: self._find(sources, tag)  # noqa: E731
+            src, header = self.wait(ready, sources, op, patient=op == "recv_any")
+            taken = self._take(src, header, like)
+            if taken is not None:
+                return src, taken
+
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        """Take a message that has arrived."""
+        while True:
+            with self._changed:
+                found = self._find(sources, tag)
+            if found is None:
+                return None
+            taken = self._take(*found, like)
+            if taken is not None:
+                return found[0], taken
+
+    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Header] | None:
+        for src, header in self._inbox:
+            if src in sources and header.tag == tag:
+                return src, header
+        return None
+
+    def _take(self, src: int, header: Header, like: Tensor | None) -> Tensor | None:
+        """Fetch an announced vector; None when its sender died with it."""
+        with self._changed:
+            if (src, header) in self._inbox:
+                self._inbox.remove((src, header))
+        try:
+            if like is not None:
+                check_fit(like, header.numel, DTYPES[header.dtype], src, header.tag)
+            x = torch.empty(header.numel, dtype=DTYPES[header.dtype])
+            tag = _FIRST_TAG + header.number % _TAGS
+            self._group.recv([x], src, tag).wait()
+        except RuntimeError:
+            return None
+        finally:
+            self._send_header(src, Header(Kind.TAKEN, number=header.number))
+        return x if like is None else x.to(like.device).view_as(like)
+
+    # Windows -------------------------------------------------------------------------------------
+
+    def publish(self, x: Tensor) -> int:
+        """Put a copy into this rank's window."""
+        copy = x.detach().cpu().clone()
+        with self._changed:
+            version = 1 if self._window is None else self._window[0] + 1
+            self._window = (version, copy)
+        return version
+
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        """Ask the service of ``src`` for what it last published."""
+        if self.why_gone(src) is not None:
+            return None
+        with self._changed:
+            self._number += 1
+            request = self._number
+        self._send_header(src, Header(Kind.PEEK, number=request))
+        ready = lambda: self._windows.pop(request, None)  # noqa: E731
+        src, header = self.wait(ready, [src], f"peek at rank {src}")
+        if header.version == 0:
+            return None
+        x = self._take(src, header, None if like is None else like.view(-1))
+        return None if x is None else (header.version, x)
+
+    # The service ---------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while len(self._left | {self.rank}) < self.size:
+            message = torch.zeros(len(Header._fields), dtype=torch.int64)
+            try:
+                work = self._group.recv_anysource([message], _HEADER_TAG)
+                work.wait()
+            except RuntimeError:
+                return
+            self._handle(work._source_rank(), Header(*message.tolist()))
+
+    def _handle(self, src: int, header: Header) -> None:
+        if header.kind == Kind.PEEK:
+            self._answer_peek(src, header.tag, header.number)
+            return
+        with self._changed:
+            if header.kind in (Kind.SEND, Kind.POST):
+                self._inbox.append((src, header))
+            elif header.kind == Kind.WINDOW:
+                self._windows[header.tag] = (src, header)
+            elif header.kind == Kind.TAKEN:
+                self._held.pop(header.number, None)
+            elif header.kind == Kind.LEFT:
+                self._left.add(src)
+            self._changed.notify_all()
+
+    def _answer_peek(self, src: int, tag: int, request: int) -> None:
+        with self._changed:
+            window = self._window
+        if window is None:
+            self._send_header(src, Header(Kind.WINDOW, tag=request))
+        else:
+            self._offer(Kind.WINDOW, window[1], src, request, version=window[0])

@@ -1,0 +1,174 @@
+"""One contract over every transport; those that are real run in real processes."""
+
+from __future__ import annotations
+
+import pytest
+from support import programs
+from support.worlds import run_program
+
+from paceline.comm.base import Limits
+from paceline.errors import MessageMismatch, PeerLost
+
+SIZE = 4
+
+
+def test_everyone_is_here(transport):
+    outcome = run_program(transport, programs.who_is_here, SIZE)
+    assert outcome.values == [[rank, SIZE, [0, 1, 2, 3]] for rank in range(SIZE)]
+
+
+def test_messages_arrive_whole_in_every_dtype(transport):
+    outcome = run_program(transport, programs.send_and_receive, 2)
+    assert outcome.values[1] == [True] * 5
+
+
+def test_messages_keep_their_order_within_a_tag(transport):
+    outcome = run_program(transport, programs.order_and_tags, 2)
+    assert outcome.values[1] == [3.0, 1.0, 2.0]
+
+
+def test_a_send_is_done_when_it_was_taken(transport):
+    outcome = run_program(transport, programs.send_waits, 2)
+    assert outcome.values == [[False, True], 1.0]
+
+
+def test_recv_any_takes_from_all_in_each_senders_order(transport):
+    outcome = run_program(transport, programs.receive_from_all, SIZE)
+    for sender in range(1, SIZE):
+        from_sender = [x for src, x in outcome.values[0] if src == sender]
+        assert from_sender == [[sender, number] for number in range(3)]
+
+
+def test_a_ring_of_exchanges_does_not_deadlock(transport):
+    outcome = run_program(transport, programs.ring, SIZE)
+    assert outcome.values == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_post_copies_until_the_mailbox_is_full(transport):
+    outcome = run_program(transport, programs.post_and_poll, 2)
+    assert outcome.values[0] == [True, True, False, False, True]
+    empty, taken, last = outcome.values[1]
+    assert (empty, last) == ([], 7.0)
+    assert taken == [[0, 0.0], [0, 1.0]]
+
+
+@pytest.mark.parametrize("numel", [1, 300_000])
+def test_a_peek_is_never_torn_and_never_goes_back(transport, numel):
+    outcome = run_program(transport, programs.publish_and_peek, 3, numel=numel, count=60)
+    assert outcome.values[0] is True
+    for unpublished, torn, wrong, backwards, read in outcome.values[1:]:
+        assert (unpublished, torn, wrong, backwards, read) == (None, 0, 0, 0, True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 100_003])
+def test_all_reduce_sums_and_counts(transport, numel):
+    outcome = run_program(transport, programs.reduce_all, SIZE, numel=numel)
+    assert outcome.values == [[4, 10.0 if numel else None, True]] * SIZE
+
+
+def test_a_rank_of_weight_0_hands_in_nothing(transport):
+    outcome = run_program(transport, programs.reduce_weighted, SIZE)
+    assert outcome.values == [[12, [6.0, 3.0], 0, rank] for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("name", ["simulated", "shared_memory"])
+def test_sums_are_in_rank_order(name):
+    outcome = run_program(name, programs.reduce_in_rank_order, SIZE, numel=70_001)
+    assert outcome.values == [True] * SIZE
+
+
+def test_started_all_reduces_finish_in_order(transport):
+    outcome = run_program(transport, programs.reduce_started, SIZE)
+    sums = [6.0, 10.0, 14.0, 18.0]
+    assert outcome.values == [[[4] * 4, sums, True, 4, 4.0]] * SIZE
+
+
+def test_broadcast_from_every_rank(transport):
+    outcome = run_program(transport, programs.broadcast_all, SIZE)
+    assert outcome.values == [[True] * SIZE] * SIZE
+
+
+def test_groups_talk_apart_and_together(transport):
+    outcome = run_program(transport, programs.groups, SIZE)
+    assert outcome.values == [
+        [0, 2, [0, 1], 2, 2.0, 2.0, 4.0],
+        [0, 2, [0, 1], 2, 4.0, 3.0, 4.0],
+        [1, 2, [0, 1], 2, 2.0, 0.0, 4.0],
+        [1, 2, [0, 1], 2, 4.0, 1.0, 4.0],
+    ]
+
+
+def test_a_message_that_does_not_fit_is_refused(transport):
+    outcome = run_program(transport, programs.mismatched_messages, 2)
+    size, dtype = outcome.values[1]
+    assert "holds 3 x torch.float32, expected 2 x torch.float32" in size
+    assert "holds 2 x torch.float64, expected 2 x torch.float32" in dtype
+
+
+def test_a_collective_that_does_not_fit_is_refused(transport):
+    outcome = run_program(transport, programs.mismatched_collective, 2)
+    assert "MessageMismatch" in repr(outcome.error)
+    assert [message["kind"] for _, message in outcome.told].count("refused") >= 1
+
+
+def test_every_ticket_is_drawn_once(transport):
+    outcome = run_program(transport, programs.tickets, SIZE)
+    drawn = sorted(ticket for value in outcome.values for ticket in value[0])
+    assert drawn == list(range(20 * SIZE))
+    assert sorted(value[1] for value in outcome.values) == list(range(SIZE))
+    assert sorted(value[2] for value in outcome.values) == list(range(SIZE))
+
+
+def test_a_server_ends_when_all_have_left(transport):
+    outcome = run_program(transport, programs.server_and_leavers, SIZE)
+    got, silent, unseen, alive, lost, reason = outcome.values[0]
+    assert got == [1.0, 2.0, 3.0]
+    assert (silent, unseen, alive) == (False, None, [0])
+    assert (lost, reason) == ([1], "it has finished")
+
+
+def test_compute_is_charged_on_a_virtual_clock_alone(transport):
+    passed = run_program(transport, programs.time_passes, 1 if transport == "simulated" else 2)
+    if transport == "simulated":
+        assert passed.values == [0.5]
+    else:
+        assert all(0 <= seconds < 0.5 for seconds in passed.values)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("op", ["all_reduce", "recv", "send", "broadcast"])
+def test_a_lost_peer_is_named_with_the_operation(transport, op, how):
+    limits = Limits(dead_s=0.5)
+    outcome = run_program(transport, programs.lose_one, SIZE, op=op, how=how, limits=limits)
+    assert isinstance(outcome.error, PeerLost) and outcome.error.rank == 2
+    assert op in outcome.error.op
+    told = [message for _, message in outcome.told]
+    assert told, "no survivor told what it saw"
+    for message in told:
+        assert message["ranks"] == [2] and op in message["op"]
+        assert message["reason"].startswith("it died" if how == "kill" else "it has been stopped")
+        assert 2 not in message["alive"]
+
+
+def test_a_contribution_counts_for_everyone_or_for_no_one(transport):
+    outcome = run_program(transport, programs.arrive_then_die, SIZE)
+    assert isinstance(outcome.error, PeerLost) and outcome.error.rank == 2
+    sums = {(m["count"], m["x"]) for _, m in outcome.told if m["kind"] == "sum"}
+    assert sums <= {(4, 10.0)}
+
+
+def test_a_wait_for_a_busy_peer_has_a_limit(transport):
+    limits = Limits(progress_limit_s=0.6)
+    outcome = run_program(transport, programs.wait_too_long, 2, limits=limits)
+    ranks, op, waited_s = outcome.values[0]
+    assert (ranks, op) == ([1], "recv from rank 1")
+    assert waited_s >= 0.6
+
+
+def test_a_busy_rank_is_not_lost(transport):
+    limits = Limits(dead_s=0.4)
+    outcome = run_program(transport, programs.be_busy, 2, limits=limits, seconds=1.2)
+    assert outcome.error is None
+    assert outcome.values == [[2, 2.0]] * 2
+
+

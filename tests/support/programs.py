@@ -1,0 +1,349 @@
+"""Programs for ranks: each is run on every transport, in real processes where there are any."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Comm
+from paceline.errors import CommTimeout, MessageMismatch, PeerLost, PeersGone
+from paceline.sim.faults import freeze, kill
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def pause(comm: Comm) -> None:
+    """Let the others go on for a moment, on whatever clock there is."""
+    comm.compute(0.001)
+    time.sleep(0.001)
+
+
+def die(transport: Any, how: str) -> None:
+    """Kill or freeze this rank, as a fault would."""
+    if hasattr(transport, "world"):
+        fault = (kill if how == "kill" else freeze)(rank=transport.rank)
+        transport.world.inject(fault)
+        transport.step_begins(-1)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def who_is_here(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    alive = comm.alive()
+    comm.barrier()
+    return [comm.rank, comm.size, list(alive)]
+
+
+def send_and_receive(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
+    got = []
+    for dtype in dtypes:
+        x = torch.arange(7).to(dtype).view(7, 1)
+        if comm.rank == 0:
+            comm.send(x, 1, tag=5)
+        elif comm.rank == 1:
+            y = comm.recv(x, 0, tag=5)
+            got.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
+    comm.barrier()
+    return got
+
+
+def order_and_tags(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 0 posts a, b with tag 1 and c with tag 2 in between; rank 1 takes tag 2 first."""
+    comm = Comm(transport)
+    if comm.rank == 0:
+        comm.post(vector(1), 1, tag=1)
+        comm.post(vector(2), 1, tag=1)
+        comm.send(vector(3), 1, tag=2)
+        return None
+    third = comm.recv(vector(0), 0, tag=2)
+    first, second = comm.recv(vector(0), 0, tag=1), comm.recv(vector(0), 0, tag=1)
+    return [third.item(), first.item(), second.item()]
+
+
+def send_waits(transport: Any, channel: Any, argument: Any) -> Any:
+    """A send is done when it was taken, not before."""
+    comm = Comm(transport)
+    if comm.rank == 0:
+        sending = transport.start_send(vector(1), 1, 0)
+        before = sending.done()
+        comm.post(vector(0), 1, tag=9)  # only now may rank 1 take it
+        sending.wait()
+        return [before, sending.done()]
+    comm.recv(vector(0), 0, tag=9)
+    return comm.recv(vector(0), 0).item()
+
+
+def receive_from_all(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    if comm.rank:
+        for number in range(3):
+            comm.send(vector(comm.rank, number), 0)
+        return None
+    got = [comm.recv_any(vector(0, 0)) for _ in range(3 * (comm.size - 1))]
+    return [[src, x.tolist()] for src, x in got]
+
+
+def ring(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    x = vector(comm.rank)
+    for _ in range(comm.size - 1):
+        x = comm.exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+    return x.item()
+
+
+def post_and_poll(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    if comm.rank == 0:
+        x = vector(1)
+        posted = []
+        for number in range(4):
+            posted.append(comm.post(x.fill_(number), 1))
+        x.fill_(99)
+        comm.send(vector(0), 1, tag=1)
+        comm.recv(vector(0), 1, tag=2)  # the mailbox is empty again
+        posted.append(comm.post(x.fill_(7), 1))
+        return posted
+    empty = comm.poll(vector(0), tag=3)
+    comm.recv(vector(0), 0, tag=1)
+    taken = comm.poll(vector(0))
+    while len(taken) < 2:
+        pause(comm)
+        taken += comm.poll(vector(0))
+    comm.send(vector(0), 0, tag=2)
+    last = comm.recv(vector(0), 0)
+    return [empty, [[src, x.item()] for src, x in taken], last.item()]
+
+
+def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 0 publishes whole vectors of one number as fast as it can; the others read them."""
+    comm = Comm(transport)
+    numel, count = argument["numel"], argument["count"]
+    if comm.rank == 0:
+        comm.barrier()
+        versions = [comm.publish(torch.full((numel,), float(n))) for n in range(1, count + 1)]
+        comm.barrier()
+        return versions == list(range(1, count + 1))
+    unpublished = comm.peek(0)
+    comm.barrier()
+    last, torn, backwards, wrong, reads = 0, 0, 0, 0, 0
+    while last < count:
+        seen = comm.peek(0, torch.empty(numel))
+        if seen is None:
+            pause(comm)
+            continue
+        version, x = seen
+        torn += int((x != x[0]).any())
+        wrong += int(x[0].item() != version)
+        backwards += version < last
+        last, reads = version, reads + 1
+    comm.barrier()
+    return [unpublished, torn, wrong, backwards, reads > 0]
+
+
+def reduce_all(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    x = torch.full((argument["numel"],), float(comm.rank + 1))
+    count = comm.all_reduce(x)
+    same = bool((x == x[0]).all()) if x.numel() else True
+    return [count, x[0].item() if x.numel() else None, same]
+
+
+def reduce_weighted(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    some = vector(comm.rank, 1)
+    total = comm.all_reduce(some, weight=2 * comm.rank)  # rank 0 hands in nothing
+    none = vector(comm.rank)
+    nobody = comm.all_reduce(none, weight=0)
+    return [total, some.tolist(), nobody, none.item()]
+
+
+def reduce_in_rank_order(transport: Any, channel: Any, argument: Any) -> Any:
+    """Numbers whose sum depends on the order that they are added in."""
+    comm = Comm(transport)
+    generator = torch.Generator().manual_seed(comm.rank)
+    mine = torch.randn(argument["numel"], generator=generator) * 10.0 ** (comm.rank * 3)
+    total = mine.clone()
+    comm.all_reduce(total)
+    expected = None
+    for rank in range(comm.size):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(argument["numel"], generator=generator) * 10.0 ** (rank * 3)
+        expected = x if expected is None else expected + x
+    return bool(torch.equal(total, expected))
+
+
+def reduce_started(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    vectors = [torch.full((1000,), float(comm.rank + k)) for k in range(4)]
+    works = [comm.start_all_reduce(x) for x in vectors]
+    totals = [work.wait() for work in works]
+    done = all(work.done() for work in works)
+    once_more = vector(1)
+    work = comm.start_all_reduce(once_more)
+    while not work.done():
+        pause(comm)
+    return [totals, [x[0].item() for x in vectors], done, work.wait(), once_more.item()]
+
+
+def broadcast_all(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    got = []
+    for src in range(comm.size):
+        x = torch.full((3, 2), float(comm.rank), dtype=torch.float64)
+        comm.broadcast(x, src)
+        got.append(bool((x == src).all()))
+    return got
+
+
+def groups(transport: Any, channel: Any, argument: Any) -> Any:
+    """Even and odd ranks reduce apart, at the same time; then everyone together."""
+    comm = Comm(transport)
+    group = comm.group([rank for rank in range(comm.size) if rank % 2 == comm.rank % 2])
+    x, alive = vector(comm.rank), list(group.alive())
+    count = group.all_reduce(x)
+    neighbour = (group.rank + 1) % group.size
+    y = group.exchange(vector(comm.rank), neighbour, (group.rank - 1) % group.size)
+    z = vector(1)
+    comm.all_reduce(z)
+    return [group.rank, group.size, alive, count, x.item(), y.item(), z.item()]
+
+
+def mismatched_messages(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    if comm.rank == 0:
+        comm.post(torch.zeros(3), 1)
+        comm.post(torch.zeros(2, dtype=torch.float64), 1)
+        comm.recv(vector(0), 1, tag=1)
+        return None
+    errors = []
+    for _ in range(2):
+        try:
+            comm.recv(torch.zeros(2), 0)
+        except MessageMismatch as error:
+            errors.append(str(error))
+    comm.send(vector(0), 0, tag=1)
+    return errors
+
+
+def mismatched_collective(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    try:
+        comm.all_reduce(torch.zeros(2 + comm.rank))
+    except MessageMismatch as error:
+        channel.send({"kind": "refused", "why": str(error)})
+        raise
+
+
+def tickets(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    comm.barrier()
+    drawn = [comm.ticket(0, 0) for _ in range(20)]
+    comm.barrier()
+    next_epoch = comm.ticket(0, 1)
+    other_queue = comm.ticket(1, 0)
+    comm.barrier()
+    return [drawn, next_epoch, other_queue]
+
+
+def server_and_leavers(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 0 serves until every other rank has left; what was left for it is not lost."""
+    comm = Comm(transport)
+    if comm.rank:
+        comm.post(vector(comm.rank), 0)
+        return None
+    got = []
+    try:
+        while True:
+            got.append(comm.recv_any(vector(0))[1].item())
+    except PeersGone:
+        pass
+    silent = comm.post(vector(0), 1)
+    unseen = comm.peek(1)
+    try:
+        comm.recv(vector(0), 1)
+    except PeerLost as lost:
+        return [sorted(got), silent, unseen, list(comm.alive()), list(lost.ranks), lost.reason]
+    return None
+
+
+def time_passes(transport: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(transport)
+    before = comm.now()
+    comm.compute(0.5)
+    return comm.now() - before
+
+
+def lose_one(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 2 dies or freezes; the others wait for it in one operation or another."""
+    comm = Comm(transport)
+    comm.barrier()
+    if comm.rank == 2:
+        die(transport, argument["how"])
+    try:
+        if argument["op"] == "all_reduce":
+            comm.all_reduce(vector(1))
+        elif argument["op"] == "recv":
+            comm.recv(vector(1), 2)
+        elif argument["op"] == "send":
+            comm.send(vector(1), 2)
+        elif argument["op"] == "broadcast":
+            comm.broadcast(vector(1), 2)
+    except PeerLost as lost:
+        alive = list(comm.alive())
+        told = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
+        channel.send({**told, "alive": alive})
+        raise
+
+
+def arrive_then_die(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 2 arrives at an all-reduce and dies: whoever sees a sum sees the same one."""
+    comm = Comm(transport)
+    comm.barrier()
+    x = vector(comm.rank + 1)
+    work = comm.start_all_reduce(x)
+    if comm.rank == 2:
+        die(transport, "kill")
+    try:
+        count = work.wait()
+        channel.send({"kind": "sum", "count": count, "x": x.item()})
+        comm.all_reduce(x)
+    except PeerLost as lost:
+        channel.send({"kind": "lost", "ranks": list(lost.ranks)})
+        raise
+
+
+def wait_too_long(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 1 is alive and never comes; rank 0 gives up, then lets it go."""
+    comm = Comm(transport)
+    if comm.rank == 1:
+        while not comm.poll(vector(0), tag=1):
+            pause(comm)
+        return None
+    try:
+        comm.recv(vector(0), 1)
+    except CommTimeout as timeout:
+        comm.post(vector(0), 1, tag=1)
+        return [list(timeout.ranks), timeout.op, timeout.waited_s]
+    return None
+
+
+def be_busy(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 1 computes for three times ``dead_s`` without ever yielding the interpreter."""
+    comm = Comm(transport)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.compute(argument["seconds"])
+        end_s = time.monotonic() + (0 if hasattr(transport, "world") else argument["seconds"])
+        while time.monotonic() < end_s:
+            sum(range(1_000_000))
+    x = vector(1)
+    return [comm.all_reduce(x), x.item()]

@@ -1,0 +1,90 @@
+"""Run a program on every rank of any world, and see what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.comm.base import Limits
+from paceline.comm.simulated import SimulatedTransport, World
+from paceline.processes import run_ranks
+from paceline.reference import refer_to
+from paceline.sim.cluster import load_cluster
+from paceline.sim.faults import Fault
+
+TRANSPORTS = ("simulated", "shared_memory", "distributed")
+
+
+@dataclass
+class Outcome:
+    """What ranks returned, what they told on the way, and the error that ended the run."""
+
+    returned: list[Any] = field(default_factory=list)
+    told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def values(self) -> list[Any]:
+        """What each rank returned; raises what ended the run instead."""
+        if self.error is not None:
+            raise self.error
+        return self.returned
+
+
+@dataclass
+class _Channel:
+    rank: int
+    told: list[tuple[int, dict[str, Any]]]
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.told.append((self.rank, message))
+
+
+def run_program(
+    transport: str,
+    program: Callable[..., Any],
+    size: int,
+    *,
+    limits: Limits | None = None,
+    faults: Sequence[Fault] = (),
+    cluster: str = "ethernet-1g",
+    **argument: Any,
+) -> Outcome:
+    """Run ``program(transport, channel, argument)`` on ``size`` ranks of a world."""
+    outcome = Outcome()
+    try:
+        if transport == "simulated":
+            _simulate(outcome, program, size, limits, faults, cluster, argument)
+        else:
+            outcome.returned = run_ranks(
+                refer_to(program),
+                [argument] * size,
+                transport=transport,
+                limits=limits,
+                on_message=lambda rank, message: outcome.told.append((rank, message)),
+            )
+    except Exception as error:
+        outcome.error = error
+    return outcome
+
+
+def _simulate(
+    outcome: Outcome,
+    program: Callable[..., Any],
+    size: int,
+    limits: Limits | None,
+    faults: Sequence[Fault],
+    cluster: str,
+    argument: dict[str, Any],
+) -> None:
+    values: dict[int, Any] = {}
+    place = load_cluster(cluster)
+    world = World(place, size, seed=0, limits=limits or Limits(), faults=faults)
+
+    def body(transport: SimulatedTransport) -> None:
+        channel = _Channel(transport.rank, outcome.told)
+        values[transport.rank] = program(transport, channel, argument)
+
+    world.run(body)
+    outcome.returned = [values.get(rank) for rank in range(size)]
