@@ -154,9 +154,9 @@ class _Map:
         self._owner, self._loader = owner, owner._user_loader
         self._taken: deque[tuple[int, int]] = deque()
         self._epoch, self._count = 0, 1
-        if self._loader.batch_size is None and isinstance(self._loader.sampler, Sequential):
+        if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
-        self._order = _order(self._loader, owner._worker.seed)
+        self._order = _order(self._loader, owner._worker.seed, owner._number)
         self._shards = self._fixed_shards() if owner.sharing in ("static", "skewed") else None
         self._inner = _rebuild(self._loader, _Plan(self))
 
@@ -242,18 +242,20 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     return isinstance(sampler, Sequential)
 
 
-def _order(loader: DataLoader[Any], seed: int) -> Callable[[int], Indices | list[list[int]]]:
+def _order(
+    loader: DataLoader[Any], seed: int, number: int
+) -> Callable[[int], Indices | list[list[int]]]:
     """A function that gives an epoch's order: indices, or whole batches of the user's own."""
     own_batches = type(loader.batch_sampler) is not BatchSampler
     if not own_batches and _is_plain(loader):
         samples = len(loader.dataset)  # type: ignore[arg-type]
         if isinstance(loader.sampler, RandomSampler):
-            return lambda epoch: stream(seed, "data", epoch).permutation(samples)
+            return lambda epoch: stream(seed, "data", number, epoch).permutation(samples)
         return lambda epoch: np.arange(samples)
 
     def drawn(epoch: int) -> Indices | list[list[int]]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(stream(seed, "data", epoch).integers(2**31)))
+            torch.manual_seed(int(stream(seed, "data", number, epoch).integers(2**31)))
             if own_batches:
                 return [list(batch) for batch in loader.batch_sampler]  # type: ignore[union-attr]
             return np.fromiter(loader.sampler, dtype=np.int64)

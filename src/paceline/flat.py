@@ -106,8 +106,9 @@ class Flat:
             self.missing[index] = grad is None
             if grad is None:
                 view.zero_()
+            elif grad.layout is not torch.strided:
+                raise UsageError(f"the gradient of {span.name} is sparse: use sparse=False")
             elif grad.data_ptr() != view.data_ptr():
-                _check_grad(span.name, grad)
                 sources.append(grad)
                 targets.append(view)
                 span.parameter.grad = view
@@ -172,8 +173,3 @@ def _check_separate(spans: list[Span]) -> None:
                 f"parameters {before.name} and {after.name} share memory: tie weights by using"
                 " one nn.Parameter in both places"
             )
-
-
-def _check_grad(name: str, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise UsageError(f"the gradient of {name} is sparse: use dense ones (sparse=False)")

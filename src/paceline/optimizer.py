@@ -30,8 +30,6 @@ class PacedOptimizer(Optimizer):
     def __init__(self, inner: Optimizer, pace: Pace) -> None:
         # Optimizer.__init__ would copy the groups; __setstate__ makes its hooks and no more.
         super().__setstate__({"inner": inner, "_pace": pace})
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -77,9 +75,14 @@ class PacedOptimizer(Optimizer):
         return f"Paced{self.inner!r}"
 
     def _take_overflow(self) -> bool:
-        """Undo a gradient scaler's scale, and say whether it found an infinite gradient."""
-        scale, found, self.grad_scale, self.found_inf = self.grad_scale, self.found_inf, None, None
+        """Undo a gradient scaler's scale, and say whether it found an infinite gradient.
+
+        A scaler leaves both as attributes for the time of the step.
+        """
+        scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             grads = [p.grad for group in self.param_groups for p in group["params"]]
-            torch._foreach_div_([grad for grad in grads if grad is not None], float(scale))
-        return found is not None and bool(found)
+            for grad in grads:
+                if grad is not None:
+                    grad.div_(scale)
+        return bool(getattr(self, "found_inf", False))

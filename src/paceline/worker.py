@@ -340,7 +340,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UsageError(f"{name} (shape {tuple(value.shape)}) must be a single number")
-        value = value.item()
+        value = value.detach().item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is not None and not isinstance(value, (bool, int, float, str)):

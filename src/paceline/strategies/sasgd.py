@@ -117,6 +117,7 @@ class SASGD(Lockstep):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self.lrs = self.replica.lrs()
         if self._accumulates():
             self.gradients = x.new_zeros(x.shape)
         if self._accumulates() or self.global_lr is not None:

@@ -1,0 +1,75 @@
+"""Record the learning rate of each method on the built-in task: a sweep at 8 virtual workers.
+
+    python benchmarks/sweep_lr.py [--models mlp,cnn] [--strategies sasgd] [--processes 2]
+
+Each rate of a grid (factors of 2, widened where the best lies at its edge) trains over 3 seeds
+that nothing else uses; the highest mean accuracy wins, of equals the smaller rate. The outcome is
+``src/paceline/tasks/learning_rates.json``, which the task reads its defaults from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from paceline.folder import provenance
+from paceline.run import simulate
+from paceline.strategies import STRATEGIES
+from paceline.tasks.fashion import EPOCHS, RATES, train
+
+WORKERS, SEEDS = 8, (1001, 1002, 1003)
+GRID = [0.005 * 2**k for k in range(8)]
+
+
+def accuracy(job: tuple[str, str, float, int]) -> float:
+    strategy, model, lr, seed = job
+    arguments = {"model": model, "lr": lr}
+    result = simulate(
+        train, workers=WORKERS, strategy=strategy, cluster="ideal", seed=seed, arguments=arguments
+    )
+    return float(result.accuracy or 0.0)
+
+
+def sweep(pool: ProcessPoolExecutor, strategy: str, model: str) -> dict[float, list[float]]:
+    found: dict[float, list[float]] = {}
+    wanted = GRID
+    while wanted:
+        jobs = [(strategy, model, lr, seed) for lr in wanted for seed in SEEDS]
+        results = list(pool.map(accuracy, jobs))
+        for index, lr in enumerate(wanted):
+            found[lr] = results[index * len(SEEDS) : (index + 1) * len(SEEDS)]
+            print(f"{model} {strategy} lr {lr:g}: {found[lr]}", flush=True)
+        winner = best(found)
+        edges = {min(found): min(found) / 2, max(found): max(found) * 2}
+        wanted = [edges[winner]] if winner in edges else []
+    return found
+
+
+def best(found: dict[float, list[float]]) -> float:
+    return max(sorted(found), key=lambda lr: round(statistics.mean(found[lr]), 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="mlp,cnn")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    record = json.loads(RATES.read_text())
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for model in options.models.split(","):
+            for strategy in options.strategies.split(","):
+                found = sweep(pool, strategy, model)
+                record["rates"].setdefault(model, {})[strategy] = best(found)
+                table = {f"{lr:g}": accuracies for lr, accuracies in sorted(found.items())}
+                record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = table
+    setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": "ideal"}
+    record["sweep"] = {**setup, **provenance()}
+    RATES.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""``paceline bench step``: what a method adds to a training step, beside torch's own.
+
+Two processes hold one model for each way of training. Every repeat runs an interval of steps with
+each of them in turn; the same processes without communication are the measure, paired repeat by
+repeat, so that a slow moment of the machine hits both.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from paceline.comm.base import Comm, Transport
+from paceline.comm.metered import MeteredTransport
+from paceline.processes import Channel, run_ranks
+from paceline.reference import refer_to
+from paceline.strategies import make_strategy
+from paceline.worker import Worker
+
+INTERVAL, BATCH = 16, 32
+PLAIN = "no communication"
+Step = Callable[[], None]
+Interval = tuple[float, float]
+
+
+def bench_step(workers: int, repeats: int) -> list[dict[str, Any]]:
+    """Time a step of each way of training; one row each."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    argument = {"repeats": repeats, "port": port}
+    told = run_ranks(refer_to(time_steps), [argument] * workers)
+    seconds = {
+        what: [max(times) for times in zip(*(rank[what] for rank in told), strict=True)]
+        for what in told[0]
+    }
+    return [_row(what, workers, times, seconds[PLAIN]) for what, times in seconds.items()]
+
+
+def _row(what: str, workers: int, times: list[float], plain: list[float]) -> dict[str, Any]:
+    ratios = sorted(time / base for time, base in zip(times, plain, strict=True))
+    low, high = _interval_of_median(ratios)
+    return {
+        "what": what,
+        "workers": workers,
+        "ms": statistics.median(times) * 1e3,
+        "ratio_to_no_comm": statistics.median(ratios),
+        "interval_90": [low, high],
+        "repeats": len(times),
+    }
+
+
+def _interval_of_median(ordered: list[float]) -> Interval:
+    """The 90 % interval of the median, from order statistics (binomial, normal approximation)."""
+    count = len(ordered)
+    reach = 1.645 * (count**0.5) / 2
+    low, high = int(count / 2 - reach), int(count / 2 + reach)
+    return ordered[max(0, low)], ordered[min(count - 1, high)]
+
+
+def time_steps(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
+    """On one rank: the seconds of a step, in each repeat, by way of training."""
+    comm = Comm(transport)
+    store = dist.TCPStore(
+        "127.0.0.1", argument["port"], comm.size, comm.rank == 0, wait_for_workers=False
+    )
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    ways = _ways(transport)
+    seconds: dict[str, list[float]] = {what: [] for what in ways}
+    for repeat in range(argument["repeats"] + 1):
+        for what, step in ways.items():
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(INTERVAL):
+                step()
+            if repeat:
+                seconds[what].append((time.perf_counter() - start) / INTERVAL)
+    return seconds
+
+
+def make_net() -> nn.Module:
+    """An MLP of 1.86 million parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+def _ways(transport: Transport) -> dict[str, Step]:
+    return {
+        PLAIN: _plain(),
+        "allreduce": _paced(transport, "allreduce"),
+        "torch DDP": _ddp(),
+        "sasgd(interval=16)": _paced(transport, f"sasgd(interval={INTERVAL})"),
+        "torch PostLocalSGD, every 16": _post_local(),
+        "torch PeriodicModelAverager, every 16": _periodic(),
+    }
+
+
+def _stepper(net: nn.Module, optimizer: Any, after: Step | None = None) -> Step:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, 784, generator=generator)
+    y = torch.randint(0, 10, (BATCH,), generator=generator)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        if after is not None:
+            after()
+
+    return step
+
+
+def _optimizer(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.001, momentum=0.9)
+
+
+def _plain() -> Step:
+    net = make_net()
+    return _stepper(net, _optimizer(net))
+
+
+def _paced(transport: Transport, strategy: str) -> Step:
+    worker = Worker(
+        MeteredTransport(transport), make_strategy(strategy), workers=transport.size, seed=0
+    )
+    net = make_net()
+    return _stepper(*worker.setup(net, _optimizer(net)))
+
+
+def _ddp() -> Step:
+    net = DistributedDataParallel(make_net())
+    return _stepper(net, _optimizer(net))
+
+
+def _post_local() -> Step:
+    net = DistributedDataParallel(make_net())
+    state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+    net.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=INTERVAL, warmup_steps=0)
+    return _stepper(net, PostLocalSGDOptimizer(_optimizer(net), averager))
+
+
+def _periodic() -> Step:
+    net = make_net()
+    averager = PeriodicModelAverager(period=INTERVAL, warmup_steps=0)
+    return _stepper(net, _optimizer(net), lambda: averager.average_parameters(net.parameters()))

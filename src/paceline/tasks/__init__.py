@@ -1,0 +1,1 @@
+"""Tasks that need no download, for demonstrations, comparisons and benchmarks."""

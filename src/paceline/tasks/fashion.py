@@ -1,0 +1,233 @@
+"""The built-in task: Fashion-MNIST with a small convolutional network or an MLP.
+
+A subset of 4,000 train and 1,000 test images comes with the package (Fashion-MNIST is by Zalando
+SE, MIT licence); the whole set is used from a folder of its IDX files. The recipe holds for every
+number of workers: a global batch of 128, though at least 4 a worker, 12 epochs, SGD with momentum,
+and one learning rate a method from the recorded sweep in ``learning_rates.json``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.errors import UsageError, unknown
+from paceline.options import above, at_least
+from paceline.worker import Worker
+
+BUNDLED = Path(__file__).with_name("fashion_mnist.npz")
+RATES = Path(__file__).with_name("learning_rates.json")
+FOLDERS = (
+    "/usr/share/datasets/fashion-mnist",
+    "data/FashionMNIST/raw",
+    "~/.cache/torchvision/FashionMNIST/raw",
+)
+GLOBAL_BATCH, LEAST_BATCH, EPOCHS, MOMENTUM = 128, 4, 12, 0.9
+DEFAULT_RATE = 0.05
+_MEAN, _STD = 0.2860, 0.3530
+
+Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]
+
+
+class Images(NamedTuple):
+    """Normalised images and their labels."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def train(
+    worker: Worker,
+    model: str = "cnn",
+    epochs: int = EPOCHS,
+    steps: int | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    data: str | None = None,
+) -> None:
+    """Train on Fashion-MNIST and log the answer's loss and accuracy after each epoch.
+
+    Args:
+        worker: of any run.
+        model: ``cnn`` or ``mlp``.
+        epochs: passes over the data.
+        steps: end after so many steps of this worker, if that comes first.
+        lr: learning rate; the method's own from the recorded sweep when not given.
+        batch_size: samples in a worker's batch; 128 / workers, at least 4, when not given.
+        data: folder with the whole data set; the bundled subset when not given.
+    """
+    images = load_images(data)
+    torch.manual_seed(worker.seed)
+    net: nn.Module = make_model(model)
+    rate = learning_rate(type(worker.strategy).__name__.lower(), model) if lr is None else lr
+    sgd: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM)
+    net, sgd = worker.setup(net, sgd)
+    loader = make_loader(images, batch_size or batch_of(worker.size))
+    batches = worker.setup_dataloaders(loader, epochs=epochs)
+    done = 0
+    for epoch in range(epochs):
+        for x, y in batches:
+            sgd.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            sgd.step()
+            done += 1
+            if done == steps:
+                break
+        if done == steps or epoch == epochs - 1:
+            break
+        log_test(worker, net, images, epoch)
+    worker.finish()
+    log_test(worker, net, images, epoch)
+
+
+def log_test(worker: Worker, net: nn.Module, images: Images, epoch: int) -> None:
+    """Log loss and accuracy of the method's answer on the test set; one worker does."""
+    if worker.rank == 0:
+        with worker.answer():
+            loss, accuracy = evaluate(net, images, worker.device)
+        worker.log(epoch=epoch + 1, loss=loss, accuracy=accuracy)
+
+
+def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[float, float]:
+    """Loss and accuracy on the test images."""
+    net.eval()
+    with torch.no_grad():
+        outputs = torch.cat([net(x.to(device)).cpu() for x in images.x_test.split(500)])
+    net.train()
+    accuracy = (outputs.argmax(1) == images.y_test).double().mean()
+    return float(F.cross_entropy(outputs, images.y_test)), float(accuracy)
+
+
+def make_model(name: str) -> nn.Module:
+    """The network called ``cnn`` or ``mlp``."""
+    if name == "cnn":
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 10),
+        )
+    if name == "mlp":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    raise unknown("model", name, ("cnn", "mlp"))
+
+
+def batch_of(workers: int) -> int:
+    """The recipe's batch of one worker.
+
+    >>> batch_of(2), batch_of(8), batch_of(64)
+    (64, 16, 4)
+    """
+    return max(LEAST_BATCH, GLOBAL_BATCH // workers)
+
+
+def learning_rate(strategy: str, model: str) -> float:
+    """The method's rate from the recorded sweep; of a method that is not in it, a moderate one."""
+    rates: dict[str, Any] = json.loads(RATES.read_text())["rates"]
+    return float(rates.get(model, {}).get(strategy, DEFAULT_RATE))
+
+
+class _Pairs(Dataset[Any]):
+    """Images with labels; a whole batch is fetched at once."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._x, self.targets = x, y
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._x[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        chosen = torch.tensor(indices)
+        return self._x[chosen], self.targets[chosen]
+
+
+def make_loader(images: Images, batch_size: int) -> DataLoader[Any]:
+    """A shuffling loader of the training images."""
+    pairs = _Pairs(images.x_train, images.y_train)
+    return DataLoader(pairs, batch_size=batch_size, shuffle=True, collate_fn=_as_is)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+@cache
+def load_images(folder: str | None = None) -> Images:
+    """The images in a folder of IDX files, or the bundled ones; read once a process."""
+    if folder is None:
+        with np.load(BUNDLED) as bundle:
+            raw: Raw = tuple(bundle[name] for name in Images._fields)  # type: ignore[assignment]
+    else:
+        raw = read_folder(Path(folder).expanduser())
+    x_train, y_train, x_test, y_test = raw
+    return Images(_pixels(x_train), _labels(y_train), _pixels(x_test), _labels(y_test))
+
+
+def find_folder() -> str:
+    """The folder of the whole data set on this machine."""
+    for folder in FOLDERS:
+        if Path(folder).expanduser().is_dir():
+            return folder
+    raise UsageError(
+        f"the whole Fashion-MNIST was not found in {', '.join(FOLDERS)}: install Debian's"
+        " dataset-fashion-mnist, or name its folder with --data"
+    )
+
+
+def check_arguments(
+    model: str, epochs: int, steps: int | None, lr: float | None, batch_size: int | None
+) -> None:
+    """Refuse what :func:`train` could not work with, before anything starts."""
+    if model not in ("cnn", "mlp"):
+        raise unknown("model", model, ("cnn", "mlp"))
+    at_least("epochs", epochs, 1)
+    at_least("steps", 1 if steps is None else steps, 1)
+    at_least("batch_size", 1 if batch_size is None else batch_size, 1)
+    above("lr", 1.0 if lr is None else lr, 0)
+
+
+def read_folder(folder: Path) -> Raw:
+    """The four IDX files of Fashion-MNIST, plain or gzipped."""
+    x_train, y_train = _idx(folder, "train-images-idx3-ubyte"), _idx(folder, "train-labels-idx1-ubyte")
+    x_test, y_test = _idx(folder, "t10k-images-idx3-ubyte"), _idx(folder, "t10k-labels-idx1-ubyte")
+    return x_train, y_train, x_test, y_test
+
+
+def _idx(folder: Path, name: str) -> NDArray[np.uint8]:
+    plain, packed = folder / name, folder / f"{name}.gz"
+    if not plain.exists() and not packed.exists():
+        raise UsageError(f"data ({folder}) must hold the IDX files of Fashion-MNIST: no {name}[.gz]")
+    content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
+    dimensions = content[3]
+    shape = np.frombuffer(content, ">u4", dimensions, 4)
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
+    if content[:3] != b"\0\0\x08" or values.size != shape.prod():
+        raise UsageError(f"{folder / name} is not an IDX file of bytes")
+    return values.reshape(shape)
+
+
+def _pixels(images: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy((images[:, None].astype(np.float32) / 255 - _MEAN) / _STD)
+
+
+def _labels(labels: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(labels.astype(np.int64))

@@ -1,0 +1,226 @@
+"""What synchronous methods do when workers are not alike: data, gradients, overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.training import Problem, flat, gradient_at
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+
+BOTH = ["allreduce", "sasgd(interval=3)", "sasgd(interval=3, global_lr=0.02)"]
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+@settings(max_examples=12)
+@given(counts=st.lists(st.integers(0, 9), min_size=2, max_size=5), seed=st.integers(0, 999))
+def test_workers_with_unequal_data_end_together_and_equal(strategy, counts, seed):
+    problem = Problem(seed=seed)
+    ends, result = problem.run(strategy, len(counts), steps=lambda rank: counts[rank])
+    for end in ends[1:]:
+        assert torch.equal(end, ends[0])
+    assert result.steps == sum(counts)
+
+
+def test_after_the_others_have_finished_a_worker_goes_on_alone():
+    problem, counts = Problem(seed=3), [2, 5]
+    ends, _ = problem.run("allreduce", 2, steps=lambda rank: counts[rank])
+    x = flat(problem.model())
+    for step in range(5):
+        present = [rank for rank in range(2) if step < counts[rank]]
+        x = x - 0.1 * sum(gradient_at(problem, x, rank, step) for rank in present) / len(present)
+    assert float((ends[0] - x).abs().max()) < 1e-12
+
+
+def test_early_finisher_of_sasgd_adds_its_partial_interval():
+    problem, counts = Problem(seed=4), [4, 6]
+    ends, _ = problem.run("sasgd(interval=3)", 2, steps=lambda rank: counts[rank])
+    xs = [flat(problem.model())] * 2
+    for step in range(6):
+        for rank in range(2):
+            if step < counts[rank]:
+                xs[rank] = xs[rank] - 0.1 * gradient_at(problem, xs[rank], rank, step)
+        if step in (2, 5):
+            xs = [sum(xs) / 2] * 2
+    assert float((ends[0] - xs[0]).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)"])
+@pytest.mark.parametrize("steps", [1, 4, 7, 8])
+def test_the_closed_form_of_bytes_is_what_is_metered(strategy, steps):
+    problem = Problem(seed=1, steps=steps)
+    _, result = problem.run(strategy, 3)
+    nbytes = flat(problem.model()).nbytes
+    method = pl.strategies.make_strategy(strategy)
+    assert result.bytes_sent == method.payload(steps, nbytes, 3)
+    exchanges = steps if strategy == "allreduce" else -(-steps // 4)
+    assert result.bytes_sent == 3 * nbytes * (1 + exchanges)
+
+
+def test_ragged_batches_weigh_by_their_samples():
+    x, y = torch.randn(22, 5, dtype=torch.float64), torch.randn(22, 3, dtype=torch.float64)
+    problem, ends = Problem(seed=5), {}
+
+    def train(worker):
+        net = problem.model()
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        loader = DataLoader(TensorDataset(x, y), batch_size=4)
+        for xs, ys in worker.setup_dataloaders(loader):
+            sgd.zero_grad()
+            nn.functional.mse_loss(net(xs), ys).backward()
+            sgd.step()
+        worker.finish()
+        ends[worker.rank] = flat(net)
+
+    pl.simulate(train, workers=4, cluster="ideal")
+    net = problem.model()
+    plain = SGD(net.parameters(), lr=0.1)
+    for part in (slice(0, 16), slice(16, 22)):
+        plain.zero_grad()
+        nn.functional.mse_loss(net(x[part]), y[part]).backward()
+        plain.step()
+    assert float((ends[0] - flat(net)).abs().max()) < 1e-7
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(2, 1, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, which):
+        return self.heads[which](x)
+
+
+def test_workers_agree_which_parameters_have_a_gradient():
+    """Worker 0 uses head 0, worker 1 head 1; nobody uses head 2, which must not decay."""
+    ends = {}
+
+    def train(worker):
+        net = _TwoHeads()
+        before = net.heads[2].weight.detach().clone()
+        sgd = SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+        net, sgd = worker.setup(net, sgd)
+        for _ in range(3):
+            sgd.zero_grad()
+            net(torch.ones(1, 2, dtype=torch.float64), worker.rank).sum().backward()
+            sgd.step()
+            assert net.heads[2].weight.grad is None
+            assert net.heads[1 - worker.rank].weight.grad is not None
+        assert torch.equal(net.heads[2].weight, before)
+        ends[worker.rank] = flat(net)
+
+    pl.simulate(train, workers=2, cluster="ideal")
+    assert torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=2)"])
+def test_an_infinite_gradient_is_skipped_by_all_or_by_itself(strategy):
+    """With a scaler: all-reduce skips the step everywhere, local steps only where it happened."""
+    ends, moved = {}, {}
+
+    def train(worker):
+        net = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(net.weight)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            sgd.zero_grad()
+            factor = float("inf") if (worker.rank, step) == (1, 1) else 1.0
+            scaler.scale(net(torch.ones(1, 2)).sum() * factor).backward()
+            before = net.weight.detach().clone()
+            scaler.step(sgd)
+            scaler.update()
+            moved[worker.rank, step] = not torch.equal(before, net.weight)
+        worker.finish()
+        ends[worker.rank] = net.weight.detach().clone()
+
+    pl.simulate(train, workers=2, strategy=strategy, cluster="ideal")
+    assert torch.equal(ends[0], ends[1])
+    assert bool(torch.isfinite(ends[0]).all())
+    if strategy == "allreduce":
+        assert not moved[0, 1] and not moved[1, 1]
+        assert torch.allclose(ends[0], torch.full((1, 2), 1 - 0.3))
+    else:
+        assert torch.allclose(ends[0], torch.full((1, 2), 1 - 0.35))
+
+
+def momentum_oracle(problem, workers, interval, treat, lr=0.1, mu=0.9):
+    xs, vs = [flat(problem.model())] * workers, [None] * workers
+    for step in range(problem.steps):
+        for rank in range(workers):
+            g = gradient_at(problem, xs[rank], rank, step)
+            vs[rank] = g if vs[rank] is None else mu * vs[rank] + g
+            xs[rank] = xs[rank] - lr * vs[rank]
+        if (step + 1) % interval == 0 or step == problem.steps - 1:
+            xs = [sum(xs) / workers] * workers
+            if treat == "reset":
+                vs = [None] * workers
+            elif treat == "average":
+                vs = [sum(vs) / workers] * workers
+    return xs[0]
+
+
+@pytest.mark.parametrize("treat", ["keep", "reset", "average"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 999), workers=st.integers(2, 4), interval=st.integers(1, 4))
+def test_momentum_is_kept_reset_or_averaged(treat, seed, workers, interval):
+    problem = Problem(seed=seed, steps=9)
+    problem.optimizer = lambda parameters: SGD(parameters, lr=0.1, momentum=0.9)
+    ends, _ = problem.run(f"sasgd(interval={interval}, momentum={treat})", workers)
+    expected = momentum_oracle(problem, workers, interval, treat)
+    assert float((ends[0] - expected).abs().max()) < 1e-11
+
+
+def test_averaging_adams_buffers_sends_them_too():
+    problem = Problem(seed=1, steps=6)
+    problem.optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.01)
+    ends, result = problem.run("sasgd(interval=3, momentum=average)", 2)
+    nbytes = flat(problem.model()).nbytes
+    assert result.bytes_sent == 2 * nbytes * (1 + 2 * 3)
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_warmup_is_interval_1_and_then_the_interval():
+    """Post-local SGD: steps 1 to 4 aggregate, then 4 + 3 and the end."""
+    problem = Problem(seed=2, steps=9)
+    _, result = problem.run("sasgd(interval=3, warmup=4)", 2)
+    nbytes = flat(problem.model()).nbytes
+    assert result.bytes_sent == 2 * nbytes * (1 + 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "message"),
+    [
+        ("sasgd(form=gradient)", {"lr": 0.1, "momentum": 0.9}, "form .gradient. must be pseudo"),
+        ("sasgd", {"lr": 0.0, "momentum": 0.9}, "lr .0. accumulates gradients"),
+    ],
+)
+def test_what_sasgd_cannot_do_is_refused(strategy, optimizer, message):
+    problem = Problem(seed=1)
+    problem.optimizer = lambda parameters: SGD(parameters, **optimizer)
+    with pytest.raises(pl.UsageError, match=message):
+        problem.run(strategy, 2)
+
+
+def test_a_warm_up_from_0_is_no_lr_of_0():
+    problem = Problem(seed=1)
+
+    def train(worker):
+        net = problem.model()
+        sgd = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: step / 10)
+        net, sgd = worker.setup(net, sgd)
+        for step in range(3):
+            sgd.zero_grad()
+            problem.loss(net, worker.rank, step).backward()
+            sgd.step()
+            warm_up.step()
+
+    result = pl.simulate(train, workers=2, strategy="sasgd(interval=2)", cluster="ideal")
+    assert result.steps == 6

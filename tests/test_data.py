@@ -1,0 +1,254 @@
+"""Every sample once an epoch, whoever takes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import paceline as pl
+from paceline.data import global_batches, shard_epoch
+
+
+@settings(max_examples=200)
+@given(samples=st.integers(0, 400), batch=st.integers(1, 17), workers=st.integers(1, 9))
+def test_shards_cover_an_epoch_evenly(samples, batch, workers):
+    order = np.random.default_rng(0).permutation(samples)
+    shards = [shard_epoch(order, batch, workers, rank) for rank in range(workers)]
+    seen = [int(i) for shard in shards for part in shard for i in part]
+    assert sorted(seen) == list(range(samples))
+    assert sum(global_batches(samples, batch, workers)) == samples
+    if samples >= workers:
+        assert len({len(shard) for shard in shards}) == 1, "every worker makes as many steps"
+    sizes = [len(part) for shard in shards for part in shard]
+    assert all(size <= max(batch, 2) for size in sizes)
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(torch.arange(self.samples).float().view(-1, 1))
+
+
+def take(loader, workers, epochs=2, strategy="allreduce", **how):
+    """What each worker sees in each epoch: ``seen[rank][epoch]`` is a list of batches."""
+    seen = {}
+
+    def train(worker):
+        mine = seen[worker.rank] = []
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        for _ in range(epochs):
+            batches = []
+            for batch in worker.setup_dataloaders(loader, **how):
+                x = batch[0] if isinstance(batch, list) else batch
+                batches.append([int(i) for i in x.view(-1)])
+                sgd.zero_grad()
+                net(x).sum().backward()
+                sgd.step()
+            mine.append(batches)
+
+    result = pl.simulate(train, workers=workers, strategy=strategy, cluster="mixed-lab")
+    return seen, result
+
+
+def numbers(samples):
+    return TensorDataset(torch.arange(samples).float().view(-1, 1))
+
+
+def epoch_counts(seen, epoch):
+    return Counter(i for mine in seen.values() for batch in mine[epoch] for i in batch)
+
+
+SHARINGS = ["shard", "queue", "static"]
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+@pytest.mark.parametrize("samples", [1, 3, 21, 64])
+def test_each_sample_once_an_epoch(data, samples):
+    loader = DataLoader(numbers(samples), batch_size=4, shuffle=True)
+    seen, result = take(loader, 4, data=data)
+    for epoch in range(2):
+        assert epoch_counts(seen, epoch) == Counter(range(samples))
+    assert result.samples == 2 * samples
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+def test_streams_are_shared_batch_by_batch(data):
+    loader = DataLoader(Stream(22), batch_size=4)
+    seen, _ = take(loader, 3, data=data)
+    for epoch in range(2):
+        times = 3 if data == "static" else 1  # a static stream is each worker's own
+        assert epoch_counts(seen, epoch) == Counter({i: times for i in range(22)})
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    def orders(shuffle):
+        loader = DataLoader(numbers(32), batch_size=4, shuffle=shuffle)
+        return take(loader, 2)[0]
+
+    once, again = orders(True), orders(True)
+    assert once == again
+    assert once[0][0] != once[0][1], "epochs differ"
+    in_order = orders(False)
+    assert in_order[0][0][0] == [0, 1, 2, 3] and in_order[1][0][0] == [4, 5, 6, 7]
+
+
+def test_a_static_shard_is_kept_and_shuffled():
+    loader = DataLoader(numbers(20), batch_size=4, shuffle=True)
+    seen, _ = take(loader, 4, data="static")
+    for rank, mine in seen.items():
+        shards = [sorted(i for batch in epoch for i in batch) for epoch in mine]
+        assert shards[0] == shards[1] == list(range(5 * rank, 5 * rank + 5))
+        assert mine[0] != mine[1]
+
+
+def test_skewed_shards_hold_few_labels():
+    labels = torch.arange(60) % 6
+    dataset = TensorDataset(torch.arange(60).float().view(-1, 1), labels)
+    seen, _ = take(DataLoader(dataset, batch_size=5, shuffle=True), 3, data="skewed")
+    for mine in seen.values():
+        assert len({int(labels[i]) for batch in mine[0] for i in batch}) == 2
+    assert epoch_counts(seen, 0) == Counter(range(60))
+
+
+def test_a_slow_worker_takes_fewer_from_the_queue():
+    loader = DataLoader(numbers(400), batch_size=4, shuffle=True)
+    seen, _ = take(loader, 4, data="queue", strategy=_Alone())
+    counts = [sum(len(batch) for epoch in seen[rank] for batch in epoch) for rank in range(4)]
+    assert counts[3] < counts[2] < counts[0]  # mixed-lab: factors 1, 1, 1.5, 3
+    assert sum(counts) == 800
+
+
+class _Alone(pl.Strategy):
+    """Every worker for itself."""
+
+    synchronous = False
+
+    def step(self, x, g):
+        self.local_update()
+
+
+def test_asynchronous_methods_take_from_the_queue_by_default():
+    loader = DataLoader(numbers(40), batch_size=4)
+    seen, _ = take(loader, 4, strategy=_Alone())
+    assert epoch_counts(seen, 0) == Counter(range(40))
+    assert len({len(mine[0]) for mine in seen.values()}) > 1
+
+
+def test_drop_last_drops_for_everyone():
+    loader = DataLoader(numbers(70), batch_size=4, shuffle=True, drop_last=True)
+    seen, _ = take(loader, 4)
+    assert all(len(batch) == 4 for mine in seen.values() for batch in mine[0])
+    assert sum(epoch_counts(seen, 0).values()) == 64
+
+
+def test_a_sampler_of_the_users_own_is_shared():
+    weights = [0.0] * 10 + [1.0] * 10
+    sampler = WeightedRandomSampler(weights, 16, replacement=True)
+    seen, _ = take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 4)
+    drawn = epoch_counts(seen, 0)
+    assert sum(drawn.values()) == 16 and min(drawn) >= 10
+
+
+def test_batches_of_the_users_own_are_dealt():
+    batches = BatchSampler(SequentialSampler(range(12)), 3, False)
+    own = list(batches)
+    seen, _ = take(DataLoader(numbers(12), batch_sampler=_Own(own)), 2)
+    assert [seen[0][0], seen[1][0]] == [[own[0], own[2]], [own[1], own[3]]]
+
+
+class _Own:
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __iter__(self):
+        return iter(self._batches)
+
+    def __len__(self):
+        return len(self._batches)
+
+
+def test_loader_processes_load_the_same_batches():
+    plain, _ = take(DataLoader(numbers(24), batch_size=4, shuffle=True), 2, epochs=1)
+    loader = DataLoader(numbers(24), batch_size=4, shuffle=True, num_workers=1)
+    with_processes, _ = take(loader, 2, epochs=1)
+    assert plain == with_processes
+
+
+def test_len_and_attributes_of_a_loader():
+    loader = DataLoader(numbers(30), batch_size=4, shuffle=True)
+
+    def train(worker):
+        paced = worker.setup_dataloaders(loader)
+        assert len(paced) == len(list(paced))
+        assert paced.batch_size == 4 and paced.dataset is loader.dataset
+        assert worker.setup_dataloaders(loader) is paced
+        assert worker.setup_dataloaders(paced) is paced
+        two = worker.setup_dataloaders(loader, DataLoader(numbers(3)))
+        assert len(two) == 2
+
+    pl.simulate(train, workers=3, cluster="ideal")
+
+
+def test_progress_goes_from_0_to_1():
+    told = []
+
+    def train(worker):
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        with pytest.raises(pl.UsageError, match="progress needs a plan"):
+            _ = worker.progress
+        loader = worker.setup_dataloaders(DataLoader(numbers(40), batch_size=5), epochs=2)
+        for _ in range(2):
+            for (x,) in loader:
+                net(x).sum().backward()
+                sgd.step()
+                if worker.rank == 0:
+                    told.append(worker.progress)
+
+    pl.simulate(train, workers=2, cluster="ideal")
+    assert told == pytest.approx([n / 8 for n in range(1, 9)])
+
+
+def test_an_interval_longer_than_the_run_warns():
+    def train(worker):
+        net = nn.Linear(1, 1)
+        worker.setup(net, SGD(net.parameters(), lr=0.1))
+        worker.setup_dataloaders(DataLoader(numbers(40), batch_size=5), epochs=3)
+
+    with pytest.warns(UserWarning, match=r"interval \(500\) exceeds the 12 steps of this run"):
+        pl.simulate(train, workers=2, strategy="sasgd(interval=500)", cluster="ideal")
+
+
+@pytest.mark.parametrize(
+    ("loader", "how", "message"),
+    [
+        ([1, 2], {}, "takes torch DataLoaders, got list"),
+        (DataLoader(numbers(4)), {"data": "queu"}, r"data \(queu\) must be one of"),
+        (DataLoader(Stream(4)), {"data": "skewed"}, "must not be used with an iterable"),
+        (DataLoader(numbers(4), batch_size=None), {}, r"batch_size \(None\) must be a number"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(loader, how, message):
+    def train(worker):
+        worker.setup_dataloaders(loader, **how)
+
+    with pytest.raises(pl.UsageError, match=message):
+        pl.simulate(train, workers=2, cluster="ideal")

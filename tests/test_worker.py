@@ -1,0 +1,293 @@
+"""The worker's verbs, on virtual workers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+import paceline as pl
+
+
+def simulate(train, workers=2, **how):
+    how.setdefault("cluster", "ideal")
+    return pl.simulate(train, workers=workers, **how)
+
+
+def make(worker, net=None, lr=0.5):
+    net = net or nn.Linear(2, 1)
+    return worker.setup(net, SGD(net.parameters(), lr=lr))
+
+
+def test_everyone_starts_with_rank_0s_parameters_and_buffers():
+    seen = {}
+
+    def train(worker):
+        torch.manual_seed(worker.rank)
+        net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        net[1].running_mean.fill_(worker.rank + 5.0)
+        net[1].num_batches_tracked.fill_(worker.rank + 7)
+        net[2].requires_grad_(False)
+        net, _ = make(worker, net)
+        seen[worker.rank] = {name: value.clone() for name, value in net.state_dict().items()}
+
+    simulate(train, 3)
+    for rank in (1, 2):
+        for name, value in seen[0].items():
+            assert torch.equal(value, seen[rank][name]), name
+    assert seen[2]["1.running_mean"].tolist() == [5.0] * 3
+
+
+def test_the_model_keeps_its_names_and_can_be_copied_and_saved():
+    def train(worker):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        names = list(net.state_dict())
+        net, _ = make(worker, net)
+        assert list(net.state_dict()) == names
+        copy.deepcopy(net)(torch.ones(1, 2))
+        torch.save(net, io.BytesIO())
+
+    simulate(train, 2, strategy=Deferring())
+
+
+@dataclass(kw_only=True)
+class Deferring(pl.Strategy):
+    """Updates at the next read of the parameters, with the gradient of the step before."""
+
+    defers = True
+
+    def setup(self, x):
+        super().setup(x)
+        self.pending = None
+
+    def step(self, x, g):
+        self.pending = g.clone()
+
+    def settle(self, x):
+        if self.pending is not None:
+            x.sub_(self.pending, alpha=0.5)
+            self.pending = None
+
+
+def read_by_forward(worker, net, paced):
+    net(torch.ones(1, 2))
+
+
+def read_by_part(worker, net, paced):
+    net[0](torch.ones(1, 2))
+
+
+def read_by_state_dict(worker, net, paced):
+    net.state_dict()
+
+
+def read_by_parts_state_dict(worker, net, paced):
+    net[0].state_dict()
+
+
+def read_by_settle(worker, net, paced):
+    worker.settle()
+
+
+def read_by_answer(worker, net, paced):
+    with worker.answer(net):
+        pass
+
+
+def read_by_finish(worker, net, paced):
+    worker.finish()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_by_forward,
+        read_by_part,
+        read_by_state_dict,
+        read_by_parts_state_dict,
+        read_by_settle,
+        read_by_answer,
+        read_by_finish,
+    ],
+)
+def test_a_deferred_update_is_settled_before_parameters_are_read(read):
+    ends = []
+
+    def train(worker):
+        net = nn.Sequential(nn.Linear(2, 1, bias=False))
+        nn.init.ones_(net[0].weight)
+        net, paced = make(worker, net)
+        net(torch.ones(1, 2)).sum().backward()
+        paced.step()
+        assert net[0].weight.tolist() == [[1.0, 1.0]]
+        read(worker, net, paced)
+        ends.append(net[0].weight.tolist())
+
+    simulate(train, strategy=Deferring())
+    assert ends == [[[0.5, 0.5]]] * 2
+
+
+@dataclass(kw_only=True)
+class Centered(pl.Strategy):
+    """Answers with something else than the replica."""
+
+    def step(self, x, g):
+        self.local_update()
+
+    def answer(self, x):
+        return x * 0
+
+
+def test_answer_is_put_in_and_taken_out_again():
+    def train(worker):
+        net, paced = make(worker)
+        before = net.weight.detach().clone()
+        with worker.answer(net):
+            assert not net.weight.any()
+            with pytest.raises(pl.UsageError, match="must not be called inside worker.answer"):
+                paced.step()
+        assert torch.equal(net.weight, before)
+        worker.finish()
+        assert not net.weight.any()
+        with pytest.raises(pl.UsageError, match="must not be called after worker.finish"):
+            paced.step()
+
+    simulate(train, strategy=Centered())
+
+
+@dataclass(kw_only=True)
+class OneServer(pl.Strategy):
+    """Workers post gradients to a server, and take its parameters from a send."""
+
+    synchronous = False
+
+    def roles(self, workers):
+        return ("worker",) * workers + ("server",)
+
+    def step(self, x, g):
+        self.comm.send(g, self.workers)
+        x.copy_(self.comm.recv(x, self.workers))
+
+    def serve(self, x):
+        while True:
+            src, g = self.comm.recv_any(x)
+            x.sub_(g, alpha=0.1)
+            self.comm.send(x, src)
+
+
+def server_training(worker):
+    net = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(net.weight)
+    net, paced = worker.setup(net, SGD(net.parameters(), lr=0.5))
+    for _ in range(3):
+        paced.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        paced.step()
+    worker.log(weight=net.weight[0, 0].item(), seen=worker.size)
+
+
+def test_a_rank_that_is_no_worker_serves_and_ends():
+    result = simulate(server_training, 3, strategy=OneServer())
+    assert [record["seen"] for record in result.metrics] == [3, 3, 3]
+    assert min(record["weight"] for record in result.metrics) == pytest.approx(1 - 0.9)
+    assert result.steps == 9
+
+
+@pytest.mark.transport("shared_memory")
+def test_a_server_serves_in_a_process_of_its_own():
+    result = pl.launch(server_training, workers=2, strategy=OneServer())
+    assert min(record["weight"] for record in result.metrics) == pytest.approx(1 - 0.6)
+
+
+def test_one_worker_needs_no_server():
+    result = simulate(server_training, 1, strategy=OneServer())
+    assert result.metrics[0]["weight"] == pytest.approx(-0.5)
+
+
+def test_a_world_that_does_not_fit_the_roles_is_refused():
+    from paceline.strategies.base import workers_in
+
+    @dataclass(kw_only=True)
+    class Pairs(pl.Strategy):
+        def roles(self, workers):
+            return ("worker",) * workers + ("helper",) * workers
+
+        def step(self, x, g):
+            self.local_update()
+
+    assert workers_in(OneServer(), 5) == 4
+    assert workers_in(Pairs(), 6) == 3
+    with pytest.raises(pl.UsageError, match=r"pairs needs 4 .for 2 workers. or 6 .for 3 workers"):
+        workers_in(Pairs(), 5)
+
+
+def test_log_takes_numbers_and_texts():
+    def train(worker):
+        worker.log(loss=torch.tensor(0.5), accuracy=1, note="x", nan=float("nan"), none=None)
+        with pytest.raises(pl.UsageError, match=r"grid .shape .2,.. must be a single number"):
+            worker.log(grid=torch.zeros(2))
+        with pytest.raises(pl.UsageError, match="data .dict. must be a number or a text"):
+            worker.log(data={})
+
+    result = simulate(train, 1)
+    assert result.metrics == [
+        {"t": 0.0, "rank": 0, "step": 0, "samples": 0, "loss": 0.5, "accuracy": 1}
+        | {"note": "x", "nan": None, "none": None}
+    ]
+    assert (result.loss, result.accuracy) == (0.5, 1)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=3)", "sasgd(global_lr=0.1)"])
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_save_and_load_go_on_as_if_nothing_happened(tmp_path, strategy, optimizer):
+    ends = {}
+
+    def steps(worker, net, paced, first, last):
+        for step in range(first, last):
+            paced.zero_grad()
+            net(torch.full((1, 2), 1.0 + step + worker.rank)).sum().backward()
+            paced.step()
+
+    def train(worker, part):
+        torch.manual_seed(3)
+        net = nn.Linear(2, 1)
+        net, paced = worker.setup(net, optimizer(net.parameters(), lr=0.01))
+        if part == "first":
+            steps(worker, net, paced, 0, 4)
+            worker.save(tmp_path)
+            return
+        if part == "second":
+            worker.load(tmp_path)
+        steps(worker, net, paced, 4 if part == "second" else 0, 9)
+        worker.finish()
+        ends[part, worker.rank] = net.weight.detach().clone()
+
+    for part in ("whole", "first", "second"):
+        simulate(train, 2, strategy=strategy, arguments={"part": part})
+    for rank in range(2):
+        assert torch.equal(ends["whole", rank], ends["second", rank])
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda worker, net: worker.settle(), r"call worker.setup\(model, optimizer\) first"),
+        (lambda worker, net: (make(worker, net), make(worker, net)), "must be called once"),
+        (lambda worker, net: (make(worker, net), worker.clip_gradients(0)), "max_norm .0. must"),
+        (lambda worker, net: (make(worker, net), worker.load("/nowhere")), "no saved state in"),
+        (
+            lambda worker, net: (make(worker, net), worker.answer(nn.Linear(1, 1)).__enter__()),
+            "takes the model that worker.setup was given",
+        ),
+    ],
+)
+def test_misuse_is_told(use, message):
+    with pytest.raises(pl.UsageError, match=message):
+        simulate(lambda worker: use(worker, nn.Linear(2, 1)), 2)
+
+
