@@ -67,7 +67,7 @@ def main() -> None:
                 table = {f"{lr:g}": accuracies for lr, accuracies in sorted(found.items())}
                 record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = table
     setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": "ideal"}
-    record["sweep"] = {**setup, **provenance()}
+    record["sweep"] = {**setup, "versions": provenance()["versions"]}
     RATES.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -175,5 +175,3 @@ def test_lbfgs_is_refused():
 
     with pytest.raises(pl.UsageError, match="LBFGS"):
         pl.simulate(train, workers=2, cluster="ideal")
-
-

@@ -289,5 +289,3 @@ def test_save_and_load_go_on_as_if_nothing_happened(tmp_path, strategy, optimize
 def test_misuse_is_told(use, message):
     with pytest.raises(pl.UsageError, match=message):
         simulate(lambda worker: use(worker, nn.Linear(2, 1)), 2)
-
-

@@ -170,5 +170,3 @@ def test_a_busy_rank_is_not_lost(transport):
     outcome = run_program(transport, programs.be_busy, 2, limits=limits, seconds=1.2)
     assert outcome.error is None
     assert outcome.values == [[2, 2.0]] * 2
-
-

@@ -112,9 +112,7 @@ def test_e4_with_local_rate_0_sasgd_accumulates(problem, workers, interval, glob
     momentum=st.floats(0, 0.95),
     decay=st.floats(0, 0.1),
 )
-def test_e17_interval_1_is_synchronous_for_linear_optimizers(
-    problem, workers, lr, momentum, decay
-):
+def test_e17_interval_1_is_synchronous_for_linear_optimizers(problem, workers, lr, momentum, decay):
     problem.optimizer = sgd(lr, momentum=momentum, weight_decay=decay)
     problem.schedule = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
     expected, _ = problem.run("allreduce", workers)

@@ -49,7 +49,9 @@ class Problem:
         x, y = self.batch_of(rank, step)
         return nn.functional.mse_loss(net(x), y)
 
-    def run(self, strategy: Any, workers: int, steps: Callable[[int], int] | None = None, **how: Any):
+    def run(
+        self, strategy: Any, workers: int, steps: Callable[[int], int] | None = None, **how: Any
+    ):
         """Train under a strategy on virtual workers: the final parameters of each."""
         ends: dict[int, Tensor] = {}
 

@@ -1,12 +1,13 @@
 """``paceline bench step``: what a method adds to a training step, beside torch's own.
 
-Two processes hold one model for each way of training. Every repeat runs an interval of steps with
-each of them in turn; the same processes without communication are the measure, paired repeat by
-repeat, so that a slow moment of the machine hits both.
+Two processes hold one model for each way of training. Every repeat takes the ways in an order drawn
+anew and runs an interval of steps with each, between as many of the same processes without
+communication: each time is compared with its two neighbours, so that a slow moment hits both.
 """
 
 from __future__ import annotations
 
+import random
 import socket
 import statistics
 import time
@@ -34,6 +35,7 @@ from paceline.strategies import make_strategy
 from paceline.worker import Worker
 
 INTERVAL, BATCH = 16, 32
+STEPS, WARM_UP = INTERVAL, 2
 PLAIN = "no communication"
 Step = Callable[[], None]
 Interval = tuple[float, float]
@@ -45,23 +47,27 @@ def bench_step(workers: int, repeats: int) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     argument = {"repeats": repeats, "port": port}
     told = run_ranks(refer_to(time_steps), [argument] * workers)
-    seconds = {
-        what: [max(times) for times in zip(*(rank[what] for rank in told), strict=True)]
-        for what in told[0]
-    }
-    return [_row(what, workers, times, seconds[PLAIN]) for what, times in seconds.items()]
+    rows, plain = [], []
+    for what in told[0]:
+        repeats_of_ranks = zip(*(rank[what] for rank in told), strict=True)
+        slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in repeats_of_ranks]
+        plain += [(before + after) / 2 for before, _, after in slowest]
+        rows.append(_row(what, workers, slowest))
+    measure = [[time, time, time] for time in plain]
+    return [_row(PLAIN, workers, measure), *rows]
 
 
-def _row(what: str, workers: int, times: list[float], plain: list[float]) -> dict[str, Any]:
-    ratios = sorted(time / base for time, base in zip(times, plain, strict=True))
+def _row(what: str, workers: int, repeats: list[list[float]]) -> dict[str, Any]:
+    """One way of training; each repeat is its time between two of the plain one."""
+    ratios = sorted(2 * time / (before + after) for before, time, after in repeats)
     low, high = _interval_of_median(ratios)
     return {
         "what": what,
         "workers": workers,
-        "ms": statistics.median(times) * 1e3,
+        "ms": statistics.median(time for _, time, _ in repeats) * 1e3,
         "ratio_to_no_comm": statistics.median(ratios),
         "interval_90": [low, high],
-        "repeats": len(times),
+        "repeats": len(repeats),
     }
 
 
@@ -81,16 +87,25 @@ def time_steps(transport: Transport, channel: Channel, argument: dict[str, Any])
     )
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     ways = _ways(transport)
-    seconds: dict[str, list[float]] = {what: [] for what in ways}
+    seconds: dict[str, list[list[float]]] = {what: [] for what in ways if what != PLAIN}
+    order = random.Random(0)
     for repeat in range(argument["repeats"] + 1):
-        for what, step in ways.items():
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(INTERVAL):
-                step()
+        for what in order.sample(list(seconds), len(seconds)):
+            times = [_time(comm, ways[way]) for way in (PLAIN, what, PLAIN)]
             if repeat:
-                seconds[what].append((time.perf_counter() - start) / INTERVAL)
+                seconds[what].append(times)
     return seconds
+
+
+def _time(comm: Comm, step: Step) -> float:
+    """The seconds of a step, over an interval of them, after a few to warm the caches."""
+    for _ in range(WARM_UP):
+        step()
+    comm.barrier()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return (time.perf_counter() - start) / STEPS
 
 
 def make_net() -> nn.Module:

@@ -70,9 +70,9 @@ class Arena:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def array(self, start: int, numel: int, dtype: torch.dtype) -> Any:
-        """The vector at ``start`` for quick sums: numpy's, unless it does not know the dtype."""
+        """The vector at ``start`` for quick sums: numpy's, except of the dtypes of 16 bits."""
         vector = self.tensor(start, numel, dtype)
-        return vector if dtype is torch.bfloat16 else vector.numpy()
+        return vector if dtype.itemsize == 2 else vector.numpy()
 
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed vector of this rank's own that others can map."""

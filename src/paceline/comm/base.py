@@ -8,7 +8,7 @@ primitives of a :class:`Transport`; a transport is one of the worlds that a run 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from paceline.errors import MessageMismatch, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Factor = Callable[[int], float]
 
 MAILBOX_CAPACITY = 2
 """How many posted messages of one sender a mailbox holds before ``post`` answers False."""
@@ -88,7 +90,9 @@ class Transport(ABC):
         """Copy what ``src`` last published, and its version; None before the first."""
 
     @abstractmethod
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
         """Start to sum ``x`` over ``members``; see :meth:`Comm.all_reduce`."""
 
     @abstractmethod
@@ -191,19 +195,26 @@ class Comm:
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, weight: int = 1) -> int:
+    def all_reduce(self, x: Tensor, weight: int = 1, factor: Factor | None = None) -> int:
         """Sum ``x`` over the ranks in rank order, in place; return the sum of the weights.
 
         With the default weight the answer is the number of contributors: divide by it, never by
-        ``size``. A rank with weight 0 hands in nothing and still receives the sum.
-        """
-        return self.start_all_reduce(x, weight).wait()
+        ``size``. A rank with weight 0 hands in nothing and still receives the sum; when nobody
+        hands in anything, ``x`` stays as it is.
 
-    def start_all_reduce(self, x: Tensor, weight: int = 1) -> Work:
+        Args:
+            x: this rank's vector, and afterwards the sum.
+            weight: what this rank's contribution counts for.
+            factor: given the sum of the weights, what to multiply the sum by on the way; a mean is
+                ``factor=lambda total: 1 / total``. It must be the same function on every rank.
+        """
+        return self.start_all_reduce(x, weight, factor).wait()
+
+    def start_all_reduce(self, x: Tensor, weight: int = 1, factor: Factor | None = None) -> Work:
         """Start :meth:`all_reduce`; ``x`` belongs to the work until its ``wait``."""
         if weight < 0:
             raise UsageError(f"weight ({weight}) must be at least 0")
-        return self.transport.start_all_reduce(_vector(x), weight, self.members)
+        return self.transport.start_all_reduce(_vector(x), weight, self.members, factor)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Make ``x`` equal to that of ``src`` on every rank."""

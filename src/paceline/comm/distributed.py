@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.base import Limits, Transport, Work
+from paceline.comm.base import Factor, Limits, Transport, Work
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import Peers, Watch
 from paceline.comm.mail import Mail
@@ -149,8 +149,10 @@ class _Collective(Work):
         op: str,
         x: Tensor,
         weight: int,
-        src: int,
+        src: int = 0,
+        factor: Factor | None = None,
     ) -> None:
+        self._factor = factor
         self._transport, self._group, self._op, self._src = transport, group, op, src
         self._x, self._weight, self._total = x, weight, 0
         self._moving: Any = None
@@ -208,6 +210,8 @@ class _Collective(Work):
                 self._buffer = self._gathered[0]
                 for vector in self._gathered[1:]:
                     self._buffer += vector
+            if self._buffer is not None and self._factor is not None:
+                self._buffer *= self._factor(self._total)
             if self._buffer is not None and self._buffer is not self._x:
                 self._x.copy_(self._buffer)
         self._group.under_way.remove(self)
@@ -295,8 +299,11 @@ class DistributedTransport(Transport):
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
-        return _Collective(self, self._group(members), "all_reduce", x, weight, 0)
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
+        group = self._group(members)
+        return _Collective(self, group, "all_reduce", x, weight, factor=factor)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         _Collective(self, self._group(members), "broadcast", x, 1, src).wait()

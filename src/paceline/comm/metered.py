@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.base import Transport, Work
+from paceline.comm.base import Factor, Transport, Work
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -96,9 +96,13 @@ class MeteredTransport(Transport):
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
         self._sent("all_reduce", None, x.nbytes if weight else 0, members=len(members))
-        return _MeteredWork(self, "all_reduce", self.inner.start_all_reduce(x, weight, members))
+        return _MeteredWork(
+            self, "all_reduce", self.inner.start_all_reduce(x, weight, members, factor)
+        )
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         self._sent("broadcast", src, x.nbytes, members=len(members))

@@ -3,11 +3,10 @@
 An all-reduce has two fences. A rank arrives by naming its vector. When all have arrived, each rank
 sums one slice over all vectors, in rank order, block by block, and writes the sum back into that
 slice of every vector while it is still in the core's cache. When all have finished, every vector
-is complete: no rank copies anything but its own slice, and none waits for a third time.
+is complete: no rank copies more than its own slice, and none waits for a third time.
 
 A rank that dies has either arrived or not, and every survivor sees the same: inputs are intact
-until all have arrived, and after that a block is either intact, or its sum lies in shared memory
-while it is spread, so that the slice of a rank that died could be finished by another.
+until all have arrived.
 
 Training repeats the same few operations on the same vectors, so what can be known of them once
 (views, blocks, places of words) is kept in the :class:`Group`.
@@ -16,13 +15,13 @@ Training repeats the same few operations on the same vectors, so what can be kno
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.base import Work
+from paceline.comm.base import Factor, Work
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.shared_memory import AHEAD, BLOCK, ENTRY_WORDS, SharedMemoryTransport
 from paceline.errors import MessageMismatch
@@ -31,7 +30,16 @@ _ARRIVED, _FINISHED, _RELEASED = 0, 1, 2
 _KEPT_PLANS = 8
 
 Entry = list[int]
-Plan = list[tuple[Any, list[Any], list[Any]]]
+Plan = list["Block"]
+
+
+class Block(NamedTuple):
+    """A piece of this rank's slice: what is added, where the sum goes, and where it is copied."""
+
+    inputs: list[Any]
+    scratch: Any
+    own: Any
+    others: list[Any]
 
 
 class Group:
@@ -66,13 +74,19 @@ class Group:
     def _make_plan(self, entries: list[Entry]) -> Plan:
         arena, size = self.transport.arena, len(self.members)
         _, numel, code, *_ = entries[0]
-        total = arena.array(self.transport.scratch, BLOCK, DTYPES[code])
         vectors = [arena.array(entry[4], numel, DTYPES[code]) for entry in entries]
         inputs = [v for v, entry in zip(vectors, entries, strict=True) if entry[3]]
+        own, scratch = vectors[self.mine], _like(vectors[0], BLOCK)
+        others = [v for v in vectors if v is not own]
         first, last = self.mine * numel // size, (self.mine + 1) * numel // size
         parts = [slice(i, min(i + BLOCK, last)) for i in range(first, last, BLOCK)]
         return [
-            (total[: part.stop - part.start], [v[part] for v in inputs], [v[part] for v in vectors])
+            Block(
+                [v[part] for v in inputs],
+                scratch[: part.stop - part.start],
+                own[part],
+                [v[part] for v in others],
+            )
             for part in parts
         ]
 
@@ -169,13 +183,20 @@ class AllReduce(Collective):
     op = "all_reduce"
     code = 1
 
+    def __init__(self, group: Group, x: Tensor, weight: int, factor: Factor | None) -> None:
+        self._factor = factor
+        super().__init__(group, x, weight)
+
     def act(self, entries: list[Entry]) -> None:
         """Sum this rank's slice of all vectors, and spread the sum over them."""
         if self._total and self._x.numel():
-            for total, inputs, targets in self._group.plan(entries):
-                _sum(inputs, total)
-                for target in targets:
-                    target[...] = total
+            factor = 1.0 if self._factor is None else self._factor(self._total)
+            for inputs, scratch, own, others in self._group.plan(entries):
+                _sum(inputs, scratch, own)
+                if factor != 1.0:
+                    own *= factor
+                for other in others:
+                    other[...] = own
 
     def conclude(self, entries: list[Entry]) -> None:
         """Copy the result, unless the vector itself lies in shared memory."""
@@ -204,15 +225,22 @@ class Broadcast(Collective):
         """Nothing is left to do."""
 
 
-def _sum(parts: list[Any], total: Any) -> None:
-    """Add arrays in their order; numpy's where it knows the dtype, torch's otherwise."""
-    add = torch.add if isinstance(total, Tensor) else np.add
-    if len(parts) == 1:
-        total[...] = parts[0]
+def _like(array: Any, size: int) -> Any:
+    """Memory of this rank's own, of the array's kind."""
+    kind = torch if isinstance(array, Tensor) else np
+    return kind.empty(size, dtype=array.dtype)
+
+
+def _sum(inputs: list[Any], scratch: Any, out: Any) -> None:
+    """Add arrays in their order; ``out``, which may be one of them, is written last of all."""
+    add = torch.add if isinstance(out, Tensor) else np.add
+    total, *rest = inputs
+    if not rest:
+        out[...] = total
         return
-    add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        add(total, part, out=total)
+    for x in rest[:-1]:
+        total = add(total, x, out=scratch)
+    add(total, rest[-1], out=out)
 
 
 def _describe(entry: Entry) -> str:

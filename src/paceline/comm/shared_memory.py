@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.comm.arena import Arena, Words
-from paceline.comm.base import MAILBOX_CAPACITY, Limits, Transport, Work, check_fit
+from paceline.comm.base import MAILBOX_CAPACITY, Factor, Limits, Transport, Work, check_fit
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import TICK_S, Processes, Watch
 from paceline.errors import PeersGone, UsageError
@@ -153,7 +153,6 @@ class SharedMemoryTransport(Transport):
         self._free: list[Region] = []
         self._lent: list[Region] = []
         self._window: list[Tensor] = []
-        self.scratch = self.arena.take(BLOCK * 8)
         self.words[self.layout.pid(rank)] = os.getpid()
         self.words.announce(self.layout.state(rank), _HERE)
 
@@ -353,10 +352,12 @@ class SharedMemoryTransport(Transport):
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
         from paceline.comm.shared_collective import AllReduce
 
-        return AllReduce(self._group(members), x, weight)
+        return AllReduce(self._group(members), x, weight, factor)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         from paceline.comm.shared_collective import Broadcast

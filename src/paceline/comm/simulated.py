@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.base import MAILBOX_CAPACITY, Limits, Transport, Work, check_fit
+from paceline.comm.base import MAILBOX_CAPACITY, Factor, Limits, Transport, Work, check_fit
 from paceline.errors import MessageMismatch, PeerLost, PeersGone
 from paceline.seeds import user_seed
 from paceline.sim.cluster import Cluster
@@ -180,8 +180,10 @@ class Offer(Work):
 class Collective:
     """One operation among the members of a group."""
 
-    def __init__(self, world: World, op: str, members: tuple[int, ...]) -> None:
-        self.op, self.members = op, members
+    def __init__(
+        self, world: World, op: str, members: tuple[int, ...], factor: Factor | None
+    ) -> None:
+        self.op, self.members, self._factor = op, members, factor
         self.total = 0
         self.result: Tensor | None = None
         self.done = False
@@ -233,6 +235,8 @@ class Collective:
             self.result = contributions[0][0].clone()
             for theirs, _ in contributions[1:]:
                 self.result += theirs
+            if self._factor is not None:
+                self.result *= self._factor(self.total)
         price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
         cost = price(self.members, nbytes)
         if cost.seconds > 0:
@@ -411,20 +415,29 @@ class SimulatedTransport(Transport):
 
     # Collectives ---------------------------------------------------------------------------------
 
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
-        return self._start("all_reduce", x, weight, members)
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
+        return self._start("all_reduce", x, weight, members, factor)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         self._start("broadcast", x, int(src == self.rank), members).wait()
 
-    def _start(self, op: str, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+    def _start(
+        self,
+        op: str,
+        x: Tensor,
+        weight: int,
+        members: tuple[int, ...],
+        factor: Factor | None = None,
+    ) -> Work:
         self._baton.check(self.rank)
         number = self._operations.get(members, 0)
         self._operations[members] = number + 1
         key = (members, number)
         part = self.world.collectives.get(key)
         if part is None:
-            part = self.world.collectives[key] = Collective(self.world, op, members)
+            part = self.world.collectives[key] = Collective(self.world, op, members, factor)
         part.arrive(self.rank, op, x, weight)
         return CollectiveWork(self, key, part, x)
 

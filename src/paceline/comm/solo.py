@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.comm.base import Transport, Work
+from paceline.comm.base import Factor, Transport, Work
 from paceline.errors import PeersGone, UsageError
 
 
@@ -54,7 +54,11 @@ class SoloTransport(Transport):
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
         return self._window
 
-    def start_all_reduce(self, x: Tensor, weight: int, members: tuple[int, ...]) -> Work:
+    def start_all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> Work:
+        if weight and factor is not None:
+            x.mul_(factor(weight))
         return _Done(weight)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:

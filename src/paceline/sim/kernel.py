@@ -88,6 +88,7 @@ class Baton:
         self.calendar = calendar
         self.ranks = [RankState() for _ in range(size)]
         self.failure: BaseException | None = None
+        self._left = size
         self._limit_s = progress_limit_s
         self._alarm_s: float | None = None
         self._locks = [_locked() for _ in range(size)]
@@ -212,6 +213,7 @@ class Baton:
         except BaseException as error:
             self.abort(error)
         self.ranks[rank].ended = True
+        self._left -= 1
         self._hand_on()
 
     def _block(self, rank: int, state: RankState) -> None:
@@ -231,11 +233,9 @@ class Baton:
 
     def _next(self) -> int | None:
         """Run events until a rank is due, and return it; None when every rank has ended."""
-        while True:
+        while self._left:
             next_s = self.calendar.next_time_s()
             if next_s is None:
-                if all(state.ended for state in self.ranks):
-                    return None
                 self.abort(self._deadlock())
             elif self._alarm_s is not None and next_s > self._alarm_s:
                 self._raise_timeouts()
@@ -245,6 +245,7 @@ class Baton:
                     self._call(callback)
                 elif self._is_due(self.ranks[rank], turn):
                     return rank
+        return None
 
     def _is_due(self, state: RankState, turn: int) -> bool:
         if state.ended or turn != state.turn:

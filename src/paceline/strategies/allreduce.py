@@ -70,11 +70,9 @@ class AllReduce(Lockstep):
         if weight not in (0, FULL):
             g.mul_(weight / FULL)
         odd = weight > 0 and (replica.overflow or any(replica.flat.missing))
-        total, anyone_odd = self.reduce(g, weight, odd)
+        total, anyone_odd = self.reduce(g, weight, odd, unit=FULL)
         if anyone_odd:
             self._agree(g, weight > 0)
-        if total:
-            g.div_(total / FULL)
         return total
 
     def _agree(self, g: Tensor, contributes: bool) -> None:

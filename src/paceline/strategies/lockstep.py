@@ -36,11 +36,18 @@ class Lockstep(Strategy):
         With weight 0 this worker has nothing to give and must follow every all-reduce all the same.
         """
 
-    def reduce(self, v: Tensor, weight: int, odd: bool = False) -> tuple[int, bool]:
-        """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``."""
+    def reduce(
+        self, v: Tensor, weight: int, odd: bool = False, unit: int | None = None
+    ) -> tuple[int, bool]:
+        """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``.
+
+        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead.
+        """
         if self._behind:
             v.zero_()
-        total = self.comm.all_reduce(v, weight + ODD * odd + BEHIND * self._behind)
+        own = weight + ODD * odd + BEHIND * self._behind
+        mean = None if unit is None else lambda total: unit / (total % ODD or unit)
+        total = self.comm.all_reduce(v, own, mean)
         self._someone_behind = total >= BEHIND
         return total % ODD, total % BEHIND >= ODD
 

@@ -171,9 +171,9 @@ class SASGD(Lockstep):
         """The pseudo-gradient form; where it is the mean of the models, that mean itself."""
         if self.global_lr is None or self.reference is None:
             v = x if weight else x.new_zeros(x.shape)
-            total, _ = self.reduce(v, weight)
+            total, _ = self.reduce(v, weight, unit=1)
             if total:
-                x.copy_(v.div_(total))
+                x.copy_(v)
             return total
         v = self.reference - x
         total, _ = self.reduce(v, weight)
@@ -189,8 +189,8 @@ class SASGD(Lockstep):
         for name in self.replica.moments():
             v = x.new_zeros(x.shape)
             self.replica.read_moment(name, v)
-            total, _ = self.reduce(v, weight)
-            self.replica.write_moment(name, v.div_(total))
+            self.reduce(v, weight, unit=1)
+            self.replica.write_moment(name, v)
 
     def _accumulates(self) -> bool:
         """Whether this run begins with the listing's form."""

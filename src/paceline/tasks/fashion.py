@@ -207,7 +207,10 @@ def check_arguments(
 
 def read_folder(folder: Path) -> Raw:
     """The four IDX files of Fashion-MNIST, plain or gzipped."""
-    x_train, y_train = _idx(folder, "train-images-idx3-ubyte"), _idx(folder, "train-labels-idx1-ubyte")
+    x_train, y_train = (
+        _idx(folder, "train-images-idx3-ubyte"),
+        _idx(folder, "train-labels-idx1-ubyte"),
+    )
     x_test, y_test = _idx(folder, "t10k-images-idx3-ubyte"), _idx(folder, "t10k-labels-idx1-ubyte")
     return x_train, y_train, x_test, y_test
 
@@ -215,7 +218,9 @@ def read_folder(folder: Path) -> Raw:
 def _idx(folder: Path, name: str) -> NDArray[np.uint8]:
     plain, packed = folder / name, folder / f"{name}.gz"
     if not plain.exists() and not packed.exists():
-        raise UsageError(f"data ({folder}) must hold the IDX files of Fashion-MNIST: no {name}[.gz]")
+        raise UsageError(
+            f"data ({folder}) must hold the IDX files of Fashion-MNIST: no {name}[.gz]"
+        )
     content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
     dimensions = content[3]
     shape = np.frombuffer(content, ">u4", dimensions, 4)
