@@ -149,12 +149,12 @@ def test_answer_is_put_in_and_taken_out_again():
         before = net.weight.detach().clone()
         with worker.answer(net):
             assert not net.weight.any()
-            with pytest.raises(pl.UsageError, match="must not be called inside worker.answer"):
+            with pytest.raises(pl.UsageError, match=r"must not be called inside worker\.answer"):
                 paced.step()
         assert torch.equal(net.weight, before)
         worker.finish()
         assert not net.weight.any()
-        with pytest.raises(pl.UsageError, match="must not be called after worker.finish"):
+        with pytest.raises(pl.UsageError, match=r"must not be called after worker\.finish"):
             paced.step()
 
     simulate(train, strategy=Centered())
@@ -231,7 +231,7 @@ def test_log_takes_numbers_and_texts():
         worker.log(loss=torch.tensor(0.5), accuracy=1, note="x", nan=float("nan"), none=None)
         with pytest.raises(pl.UsageError, match=r"grid .shape .2,.. must be a single number"):
             worker.log(grid=torch.zeros(2))
-        with pytest.raises(pl.UsageError, match="data .dict. must be a number or a text"):
+        with pytest.raises(pl.UsageError, match=r"data .dict. must be a number or a text"):
             worker.log(data={})
 
     result = simulate(train, 1)

@@ -26,6 +26,7 @@ from torch.utils.data import SequentialSampler as Sequential
 from paceline.errors import UsageError
 from paceline.options import one_of
 from paceline.seeds import stream
+from paceline.sim.one_core import take_back_cores
 
 if TYPE_CHECKING:
     from paceline.worker import Worker
@@ -272,12 +273,24 @@ def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=_StartOnAllCores(loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+class _StartOnAllCores:
+    """Starts a loader's process: not on the one core of a simulation, then as the user wants."""
+
+    def __init__(self, start: Callable[[int], None] | None) -> None:
+        self._start = start
+
+    def __call__(self, number: int) -> None:
+        take_back_cores()
+        if self._start is not None:
+            self._start(number)
 
 
 def _labels(dataset: Any) -> Indices:

@@ -332,7 +332,7 @@ def _settle_before_reading(model: nn.Module, settle: Callable[[], None]) -> None
     hook = _Settle(settle)
     for module in model.modules():
         module.register_forward_pre_hook(hook)
-        module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(hook)
 
 
 def _plain(name: str, value: Any) -> Any:

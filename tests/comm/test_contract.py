@@ -7,7 +7,7 @@ from support import programs
 from support.worlds import run_program
 
 from paceline.comm.base import Limits
-from paceline.errors import MessageMismatch, PeerLost
+from paceline.errors import PeerLost
 
 SIZE = 4
 

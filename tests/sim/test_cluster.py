@@ -85,7 +85,7 @@ def test_an_unknown_preset_gets_the_nearest_name():
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(pl.UsageError, match="none.toml: No such file"):
+    with pytest.raises(pl.UsageError, match=r"none\.toml: No such file"):
         load_cluster(str(tmp_path / "none.toml"))
 
 

@@ -6,13 +6,11 @@ one rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +20,11 @@ from paceline.seeds import user_seed
 from paceline.sim.cluster import Cluster
 from paceline.sim.compute import Costs
 from paceline.sim.faults import Fault
+from paceline.sim.generators import Generators
 from paceline.sim.kernel import Baton, Calendar, Killed
 from paceline.sim.network import Network
+from paceline.sim.one_core import on_one_core
 
-numpy_random: Any = np.random  # its stubs lack the two functions that swap bit generators
 Vigil = Callable[[], BaseException | None]
 
 
@@ -66,7 +65,7 @@ class World:
             if fault.at_step is None:
                 self.calendar.call(fault.at_s or 0.0, partial(self.inject, fault))
         threads = torch.get_num_threads()
-        with self.generators:
+        with self.generators, on_one_core():
             self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
         torch.set_num_threads(threads)
 
@@ -181,9 +180,10 @@ class Collective:
     """One operation among the members of a group."""
 
     def __init__(
-        self, world: World, op: str, members: tuple[int, ...], factor: Factor | None
+        self, world: World, op: str, members: tuple[int, ...], x: Tensor, factor: Factor | None
     ) -> None:
         self.op, self.members, self._factor = op, members, factor
+        self._shape = (op, x.numel(), x.dtype)
         self.total = 0
         self.result: Tensor | None = None
         self.done = False
@@ -192,25 +192,26 @@ class Collective:
         self._waiting: set[int] = set()
         self._left = len(members)
 
-    @property
-    def missing(self) -> list[int]:
-        return [member for member in self.members if member not in self._inputs]
+    def __iter__(self) -> Iterator[int]:
+        """Those who are still waited for: the members that are missing, else all of them."""
+        return iter([m for m in self.members if m not in self._inputs] or self.members)
 
     def arrive(self, rank: int, op: str, x: Tensor, weight: int) -> None:
         """Commit this rank's part; the last one to come sets the end."""
-        for other, (theirs, _) in self._inputs.items():
-            if op != self.op or (theirs.numel(), theirs.dtype) != (x.numel(), x.dtype):
-                raise MessageMismatch(
-                    f"rank {rank} calls {op} of {x.numel()} x {x.dtype} where rank {other} calls"
-                    f" {self.op} of {theirs.numel()} x {theirs.dtype}"
-                )
+        shape = (op, x.numel(), x.dtype)
+        if shape != self._shape:
+            raise MessageMismatch(
+                f"rank {rank} calls {_describe(shape)} where rank {next(iter(self._inputs))} calls"
+                f" {_describe(self._shape)}"
+            )
         self._inputs[rank] = (x, weight)
         if len(self._inputs) == len(self.members):
             self._combine()
 
     def lost(self) -> PeerLost | None:
         """The error of those who wait, when a member has gone before it arrived."""
-        gone = [rank for rank in self.missing if rank in self._world.departed]
+        departed = self._world.departed
+        gone = [m for m in departed if m in self.members and m not in self._inputs]
         if not gone:
             return None
         return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
@@ -219,7 +220,7 @@ class Collective:
         """Wait for the end, and forget the operation when the last member has seen it."""
         if not self.done:
             self._waiting.add(transport.rank)
-            transport.wait(self.op, self.missing or self.members, self.lost)
+            transport.wait(self.op, self, self.lost)
         self._left -= 1
 
     @property
@@ -251,6 +252,10 @@ class Collective:
             self._world.end_wait(rank)
 
 
+def _describe(shape: tuple[str, int, torch.dtype]) -> str:
+    return f"{shape[0]} of {shape[1]} x {shape[2]}"
+
+
 class CollectiveWork(Work):
     """One member's part in a collective."""
 
@@ -279,7 +284,7 @@ class SimulatedTransport(Transport):
 
     # Waiting -------------------------------------------------------------------------------------
 
-    def wait(self, op: str, peers: Sequence[int], vigil: Vigil, patient: bool = False) -> None:
+    def wait(self, op: str, peers: Iterable[int], vigil: Vigil, patient: bool = False) -> None:
         """Wait to be woken; ``vigil`` tells, whenever a rank departs, whether to give up."""
         if (error := vigil()) is not None:
             raise error
@@ -437,7 +442,7 @@ class SimulatedTransport(Transport):
         key = (members, number)
         part = self.world.collectives.get(key)
         if part is None:
-            part = self.world.collectives[key] = Collective(self.world, op, members, factor)
+            part = self.world.collectives[key] = Collective(self.world, op, members, x, factor)
         part.arrive(self.rank, op, x, weight)
         return CollectiveWork(self, key, part, x)
 
@@ -475,45 +480,3 @@ class SimulatedTransport(Transport):
 
     def close(self) -> None:
         self.world.depart(self.rank, "it has finished")
-
-
-class Generators:
-    """The global random generators of each rank, of which one set is in place at a time.
-
-    As a context manager it keeps those of the calling program, and puts them back.
-    """
-
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self._seeds = seeds
-        self._saved: dict[int, tuple[Tensor, Any, Any]] = {}
-        self._in_place = -1
-
-    def __enter__(self) -> Generators:
-        self._in_place = -1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.switch_to(-1)
-
-    def switch_to(self, rank: int) -> None:
-        """Put the generators of ``rank`` in place."""
-        if rank == self._in_place:
-            return
-        self._saved[self._in_place] = (
-            torch.default_generator.get_state(),
-            numpy_random.get_bit_generator(),
-            random.getstate(),
-        )
-        own = self._saved.pop(rank) if rank in self._saved else self._new(rank)
-        torch_state, numpy_generator, python_state = own
-        torch.default_generator.set_state(torch_state)
-        numpy_random.set_bit_generator(numpy_generator)
-        random.setstate(python_state)
-        self._in_place = rank
-
-    def _new(self, rank: int) -> tuple[Tensor, Any, Any]:
-        seed = self._seeds[rank]
-        torch_state = torch.Generator().manual_seed(seed).get_state()
-        numpy_generator = np.random.MT19937()
-        np.random.RandomState(numpy_generator).seed(seed)
-        return torch_state, numpy_generator, random.Random(seed).getstate()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import _thread
 import heapq
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Wait(NamedTuple):
     """What a blocked rank waits for."""
 
     op: str
-    peers: Sequence[int]
+    peers: Iterable[int]
     since_s: float
     patient: bool
 
@@ -123,7 +123,7 @@ class Baton:
         self._block(rank, state)
         state.computing_until_s = None
 
-    def wait(self, rank: int, op: str, peers: Sequence[int], patient: bool = False) -> None:
+    def wait(self, rank: int, op: str, peers: Iterable[int], patient: bool = False) -> None:
         """Block until :meth:`wake`; ``op`` and ``peers`` say what for; ``patient``: for ever."""
         state = self.ranks[rank]
         now_s = self.calendar.now_s
@@ -265,7 +265,7 @@ class Baton:
         waits = [(rank, state.wait) for rank, state in enumerate(self.ranks) if state.wait]
         for rank, wait in waits:
             if wait.since_s + self._limit_s <= now_s and not wait.patient:
-                self.interrupt(rank, CommTimeout(wait.peers, wait.op, now_s - wait.since_s))
+                self.interrupt(rank, CommTimeout([*wait.peers], wait.op, now_s - wait.since_s))
         later = [wait.since_s + self._limit_s for _, wait in waits]
         self._alarm_s = min((time_s for time_s in later if time_s > now_s), default=None)
 

@@ -175,7 +175,7 @@ def load_images(folder: str | None = None) -> Images:
     """The images in a folder of IDX files, or the bundled ones; read once a process."""
     if folder is None:
         with np.load(BUNDLED) as bundle:
-            raw: Raw = tuple(bundle[name] for name in Images._fields)  # type: ignore[assignment]
+            raw: Raw = tuple(bundle[name] for name in Images._fields)
     else:
         raw = read_folder(Path(folder).expanduser())
     x_train, y_train, x_test, y_test = raw
