@@ -18,7 +18,8 @@ from multiprocessing import get_context
 from paceline.folder import provenance
 from paceline.run import simulate
 from paceline.strategies import STRATEGIES
-from paceline.tasks.fashion import EPOCHS, RATES, train
+from paceline.tasks.fashion import train
+from paceline.tasks.recipe import EPOCHS, RATES
 
 WORKERS, SEEDS = 8, (1001, 1002, 1003)
 GRID = [0.005 * 2**k for k in range(8)]

@@ -16,7 +16,7 @@ MAX_VIRTUAL_WORKERS = 20_000
 def check_real_workers(workers: int) -> None:
     """Refuse more processes than the memory holds, saying what they would need."""
     at_least("workers", workers, 1)
-    memory = _memory_bytes()
+    memory = memory_bytes()
     limit = max(2, memory // PROCESS_BYTES)
     if workers > limit:
         raise UsageError(
@@ -37,7 +37,8 @@ def check_virtual_workers(workers: int) -> None:
         )
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """The memory that processes of this machine, or of its container, may take."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, _number("/sys/fs/cgroup/memory.max", total))
 

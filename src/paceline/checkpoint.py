@@ -1,7 +1,7 @@
 """Parameters and optimizer state as files that hold numbers and nothing else.
 
-A rank's state is two files: ``NAME.safetensors`` with every tensor, ``NAME.json`` with all that is
-not one. No pickle, neither way. A file is written under another name, flushed to the disk and then
+A rank's state is one file, ``NAME.safetensors``: its tensors, and all that is not one as JSON in
+its header. No pickle, neither way. It is written under another name, flushed to the disk and then
 renamed, so that a crash leaves the old one or the new one, never half of one.
 """
 
@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import UsageError
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, header: dict[str, str] | None = None
+) -> None:
     """Write tensors by name; views and tied tensors are written as what they hold."""
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    _replace(path, lambda temporary: save_file(plain, temporary))
+    _replace(path, lambda temporary: save_file(plain, temporary, header))
 
 
 def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
@@ -31,20 +33,18 @@ def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(tensors, folder / f"{name}.safetensors")
-    text = json.dumps(tree)
-    _replace(folder / f"{name}.json", lambda temporary: temporary.write_text(text))
+    save_tensors(tensors, folder / f"{name}.safetensors", {"state": json.dumps(tree)})
 
 
 def load_state(folder: Path, name: str) -> dict[str, Any]:
     """Read what :func:`save_state` wrote."""
+    path = folder / f"{name}.safetensors"
     try:
-        tree = json.loads((folder / f"{name}.json").read_text())
-        tensors = load_file(folder / f"{name}.safetensors")
-    except OSError as error:
-        raise UsageError(
-            f"no saved state in {folder}: {error.strerror}: {error.filename}"
-        ) from None
+        with safe_open(path, framework="pt") as file:
+            tree = json.loads((file.metadata() or {})["state"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UsageError(f"no saved state in {path}: {error}") from None
     unpacked: dict[str, Any] = _unpack(tree, tensors)
     return unpacked
 
@@ -93,8 +93,3 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def load_into(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy a state dict into a model whose parameters stay where they are."""
-    model.load_state_dict(dict(state), assign=False)

@@ -17,7 +17,11 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
+
+_LEADING = {f"paceline.{name}" for name in ("run", "processes", "reference", "comm.simulated")}
+_LEADING |= {"paceline.sim.kernel", "importlib", "importlib._bootstrap", "runpy"}
 
 
 class PacelineError(Exception):
@@ -83,6 +87,11 @@ class WorkerFailed(PacelineError):
         self.rank, self.summary, self.details = rank, summary, details
         super().__init__(f"rank {rank}: {summary}" + (f"\n\n{details}" if details else ""))
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> WorkerFailed:
+        """The failure of ``rank`` by ``error``."""
+        return cls(rank, summary_of(error), user_traceback(error))
+
 
 class Deadlock(PacelineError):
     """Every rank of a simulation waits for another; the message names what for."""
@@ -90,6 +99,23 @@ class Deadlock(PacelineError):
 
 class PeersGone(Exception):
     """Every peer that could still send has left: the end of a serving rank's loop."""
+
+
+def summary_of(error: BaseException) -> str:
+    """An error in one line.
+
+    >>> summary_of(KeyError("lr")), summary_of(ZeroDivisionError())
+    ("KeyError: 'lr'", 'ZeroDivisionError')
+    """
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the user's own code on, without the frames that lead to it."""
+    frames = error.__traceback__
+    while frames and frames.tb_next and frames.tb_frame.f_globals.get("__name__") in _LEADING:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

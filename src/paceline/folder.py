@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, TextIO
 
-from torch import nn
-
-from paceline.checkpoint import save_tensors
 from paceline.errors import UsageError
 from paceline.trace import Trace, merge
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FILES = CONFIG, METRICS, TRACE, MODEL = (
     "config.json",
@@ -36,10 +37,7 @@ class RunFolder:
                 stale.unlink(missing_ok=True)
             self._metrics = (self.path / METRICS).open("w", encoding="utf-8")
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise UsageError(
-                f"out ({path}) must be a folder that can be written: {reason}"
-            ) from None
+            raise _cannot_write(path, error) from None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write what the run was asked to do, and with which versions it does it."""
@@ -90,6 +88,8 @@ class RankFiles:
 
     def save_answer(self, model: nn.Module | None) -> None:
         """Write the model that the run ends with; rank 0 does."""
+        from paceline.checkpoint import save_tensors
+
         if self._path is not None and self._rank == 0 and model is not None:
             save_tensors(model.state_dict(), self._path / MODEL)
 
@@ -99,6 +99,21 @@ class RankFiles:
             self.trace.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def check_out(path: str | PathLike[str]) -> None:
+    """Refuse a folder that cannot be written, before a run is made for it."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: str | PathLike[str], error: OSError) -> UsageError:
+    reason = error.strerror or str(error)
+    return UsageError(f"out ({path}) must be a folder that can be written: {reason}")
 
 
 def rank_trace(folder: Path, rank: int) -> Path:

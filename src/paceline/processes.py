@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +26,8 @@ from paceline.errors import (
     PeerLost,
     UsageError,
     WorkerFailed,
+    summary_of,
+    user_traceback,
 )
 from paceline.nursery import receive_message, send_message
 from paceline.reference import Reference, find
@@ -70,6 +71,11 @@ class Nursery:
             cls._idle.remove(nursery)
         yield nursery
         cls._idle.append(nursery)
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Start a nursery for a run that comes soon."""
+        cls._idle.append(cls())
 
     @classmethod
     def stop_idle(cls) -> None:
@@ -275,8 +281,7 @@ def _raise_failure(ranks: list[Rank]) -> None:
 def _own_error(number: int, error: Message) -> PacelineError:
     if error["type"] == "UsageError":
         return UsageError(error["message"])
-    summary = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
-    return WorkerFailed(number, summary, error["traceback"])
+    return WorkerFailed(number, error["summary"], error["traceback"])
 
 
 def _how_ended(code: int | None) -> str:
@@ -338,19 +343,11 @@ def _describe(error: BaseException) -> Message:
         "kind": "error",
         "type": type(error).__name__,
         "message": str(error),
-        "traceback": _user_traceback(error),
+        "summary": summary_of(error),
+        "traceback": user_traceback(error),
         "time_s": time.monotonic(),
     }
     if isinstance(error, (PeerLost, CommTimeout)):
         message |= {"ranks": error.ranks, "op": error.op, "waited_s": error.waited_s}
         message |= {"reason": getattr(error, "reason", "")}
     return message
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback from the user's own code on."""
-    frames = error.__traceback__
-    ours = (__file__, __file__.replace("processes.py", "run.py"))
-    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))

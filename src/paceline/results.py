@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
@@ -47,6 +48,17 @@ class Summary:
             consensus=worker.consensus,
         )
 
+    def numbers(self) -> list[float]:
+        """The fields as numbers, for a vector; what is not known is NaN."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        return [math.nan if value is None else float(value) for value in values]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Summary:
+        """The summary that :meth:`numbers` was made of."""
+        known: list[Any] = [None if math.isnan(number) else number for number in numbers]
+        return cls(**{f.name: value for f, value in zip(fields(cls), known, strict=True)})
+
     @property
     def wait_share(self) -> float:
         """Waiting over all of the time between the first step and the last."""
@@ -72,6 +84,7 @@ class Result:
         trace_hash: fingerprint of a simulated run; None of a real one.
         metrics: every record of ``worker.log``, in order.
         out: the run's folder, if it has one.
+        first_step_s: when the first step began, on the clock that metrics carry as ``t``.
     """
 
     strategy: str
@@ -95,11 +108,18 @@ class Result:
     joined_workers: int
     out: str | None
     metrics: list[Metric] = field(repr=False)
+    first_step_s: float = field(repr=False)
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """From the first step to the first record of such an accuracy, on the run's own clock."""
+        reached = (m["t"] for m in self.metrics if (m.get("accuracy") or 0.0) >= accuracy)
+        at_s = next(reached, None)
+        return None if at_s is None else at_s - self.first_step_s
 
     def to_json(self) -> dict[str, Any]:
         """All but the metrics, for ``--json``."""
         numbers = asdict(self)
-        del numbers["metrics"]
+        del numbers["metrics"], numbers["first_step_s"]
         return numbers
 
 
@@ -144,21 +164,22 @@ class RunBook:
             "trace_hash": None,
             "lost_workers": 0,
             "joined_workers": 0,
+            "out": None if self.folder is None else str(self.folder.path),
         }
         return Result(
             strategy=strategy_name(strategy),
             workers=workers,
-            steps=sum(summary.steps for summary in mine),
-            samples=sum(summary.samples for summary in mine),
+            steps=round(sum(summary.steps for summary in mine)),
+            samples=round(sum(summary.samples for summary in mine)),
             loss=self._last("loss"),
             accuracy=self._last("accuracy"),
-            bytes_sent=sum(summary.bytes_sent for summary in summaries),
+            bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
             staleness_mean=stale,
             staleness_max=stale,
             consensus_distance=consensus[0] if consensus else None,
-            out=None if self.folder is None else str(self.folder.path),
             metrics=self.metrics,
+            first_step_s=min((summary.first_step_s for summary in mine), default=0.0),
             **{**known, **facts},
         )
 

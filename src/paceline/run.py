@@ -20,6 +20,7 @@ from paceline.comm.metered import MeteredTransport
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.folder import RankFiles
+from paceline.launched import launched_rank_and_size
 from paceline.processes import Channel, Message, run_ranks
 from paceline.reference import (
     Reference,
@@ -36,7 +37,7 @@ from paceline.sim.faults import Fault
 from paceline.strategies import make_strategy, strategy_name
 from paceline.strategies.base import Strategy, workers_in
 from paceline.trace import Trace
-from paceline.worker import Served, Worker
+from paceline.worker import Metric, Served, Worker
 
 Train = Callable[..., None]
 
@@ -53,6 +54,7 @@ def launch(
     arguments: Mapping[str, Any] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
+    on_progress: OnMetric | None = None,
 ) -> Result:
     """Run ``train(worker)`` in real processes on this host.
 
@@ -67,6 +69,7 @@ def launch(
         arguments: more keyword arguments for ``train``; numbers, texts, lists and dicts.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
+        on_progress: called a few times a second with rank, steps and progress of a worker.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
@@ -75,6 +78,7 @@ def launch(
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
     check_real_workers(workers)
+    device_of(device, 0)
     size = ranks_for(prototype, workers)
     book = RunBook(out, on_metric)
     common: Message = {
@@ -87,13 +91,14 @@ def launch(
         "out": None if book.folder is None else str(book.folder.path),
     }
     book.write_config({"world": transport, **common, "strategy": repr(prototype)})
+    hear = {"metric": book.metric, "progress": on_progress or (lambda record: None)}
     try:
         told = run_ranks(
             refer_to(train_rank),
             [common] * size,
             transport=transport,
             limits=limits,
-            on_message=lambda rank, message: book.metric(message["record"]),
+            on_message=lambda rank, message: hear[message["kind"]](message["record"]),
         )
     finally:
         book.close(ranks=size)
@@ -121,6 +126,7 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
         seed=argument["seed"],
         device=device_of(argument["device"], transport.rank),
         report=lambda record: channel.send({"kind": "metric", "record": record}),
+        on_progress=lambda record: channel.send({"kind": "progress", "record": record}),
     )
     try:
         run_worker(worker, find(argument["train"]), argument["arguments"])
@@ -142,6 +148,7 @@ def simulate(
     arguments: Mapping[str, Any] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
+    on_progress: OnMetric | None = None,
 ) -> Result:
     """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
 
@@ -156,6 +163,7 @@ def simulate(
         arguments: more keyword arguments for ``train``.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
+        on_progress: called a few times a second with rank, steps and progress of a worker.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank.
@@ -182,14 +190,15 @@ def simulate(
             seed=seed,
             costs=world.costs[transport.rank],
             report=book.metric,
+            on_progress=on_progress,
         )
         try:
             run_worker(worker, train, arguments or {})
+        except PacelineError:
+            raise
         except Exception as error:
-            if isinstance(error, PacelineError):
-                raise
-            summary = f"{type(error).__name__}: {error} (at {world.calendar.now_s:.6f} s)"
-            raise WorkerFailed(worker.rank, summary) from error
+            error.add_note(f"at {world.calendar.now_s:.6f} s of virtual time")
+            raise WorkerFailed.of(worker.rank, error) from None
         summaries.append(Summary.of(worker))
         if book.folder is not None and worker.rank == 0 and worker.model is not None:
             save_tensors(worker.model.state_dict(), book.folder.model)
@@ -235,6 +244,7 @@ def init(
     limits: Limits | None = None,
     rank_order: bool = False,
     out: str | PathLike[str] | None = None,
+    on_metric: OnMetric | None = None,
 ) -> Iterator[Worker]:
     """The worker of a plain script, under torchrun, Slurm, Ray, or alone.
 
@@ -248,19 +258,26 @@ def init(
         limits: how long workers wait for each other.
         rank_order: sum in rank order, bit for bit as the other transports do; slower.
         out: a folder for this rank's trace and metrics, and rank 0's model.
+        on_metric: called with each record of this rank's ``worker.log``.
     """
     method = make_strategy(strategy)
     transport = _connect(limits or Limits(), rank_order)
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
     files = RankFiles(out, transport.rank)
     seed_user_generators(seed, transport.rank)
+
+    def report(record: Metric) -> None:
+        files.metric(record)
+        if on_metric is not None:
+            on_metric(record)
+
     worker = Worker(
         MeteredTransport(transport, files.trace),
         method,
         workers=workers,
         seed=seed,
         device=device_of(device, int(os.environ.get("LOCAL_RANK", transport.rank))),
-        report=files.metric,
+        report=report,
     )
     try:
         yield worker
@@ -274,8 +291,53 @@ def init(
         files.close()
 
 
+def attend(
+    train: Train,
+    *,
+    workers: int | None = None,
+    strategy: str | Strategy = "allreduce",
+    device: str = "cpu",
+    seed: int = 0,
+    arguments: Mapping[str, Any] | None = None,
+    out: str | PathLike[str] | None = None,
+    on_metric: OnMetric | None = None,
+) -> Result | None:
+    """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
+    book, began_s = RunBook(None, on_metric), time.monotonic()
+    place = init(strategy=strategy, device=device, seed=seed, out=out, on_metric=book.metric)
+    with place as worker:
+        if workers not in (None, worker.size):
+            raise UsageError(f"workers ({workers}) must be {worker.size}, as the launcher says")
+        ready_s = time.monotonic() - worker.comm.now()
+        run_worker(worker, train, arguments or {})
+        summaries = gather_summaries(worker)
+    if worker.rank != 0:
+        return None
+    first_s = min(summary.first_step_s for summary in summaries)
+    return book.result(
+        worker.strategy,
+        summaries,
+        workers=worker.size,
+        seed=seed,
+        seconds=max(summary.last_step_s for summary in summaries) - first_s,
+        startup_seconds=max(0.0, ready_s - began_s) + first_s,
+        out=None if out is None else str(out),
+    )
+
+
+def gather_summaries(worker: Worker) -> list[Summary]:
+    """The summaries of all workers; each has to ask for them."""
+    import torch
+
+    own = Summary.of(worker).numbers()
+    table = torch.zeros(worker.size, len(own), dtype=torch.float64)
+    table[worker.rank] = torch.tensor(own)
+    worker.workers_only().all_reduce(table)
+    return [Summary.from_numbers(row) for row in table.tolist()]
+
+
 def _connect(limits: Limits, rank_order: bool) -> Transport:
-    from paceline.comm.distributed import connect_by_environment, launched_rank_and_size
+    from paceline.comm.distributed import connect_by_environment
     from paceline.comm.solo import SoloTransport
 
     if launched_rank_and_size()[1] == 1:
@@ -302,14 +364,14 @@ def ranks_for(strategy: Strategy, workers: int) -> int:
 
 def device_of(device: str, rank: int) -> str:
     """The device of a rank: ``cuda`` is spread over the GPUs there are."""
-    if device != "cuda":
+    if not device.startswith("cuda"):
         return device
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("device (cuda) needs a GPU that torch can see")
-    return f"cuda:{rank % count}"
+        raise UsageError(f"device ({device}) needs a GPU that torch can see")
+    return f"cuda:{rank % count}" if device == "cuda" else device
 
 
 def check_faults(faults: Sequence[Fault], size: int, strategy: Strategy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 Metric = dict[str, Any]
+HEARTBEAT_S = 0.25
+"""How often, at most, a worker tells how far it is."""
 
 
 class Served(BaseException):
@@ -57,6 +60,7 @@ class Worker:
         device: str = "cpu",
         costs: Costs | None = None,
         report: Callable[[Metric], None] | None = None,
+        on_progress: Callable[[Metric], None] | None = None,
     ) -> None:
         self.rank, self.size, self.seed = transport.rank, workers, seed
         self.strategy = strategy
@@ -64,6 +68,7 @@ class Worker:
         self.comm = Comm(transport)
         self.consensus: float | None = None
         self._transport, self._costs, self._report = transport, costs, report
+        self._on_progress, self._told_s = on_progress, 0.0
         self._pace: Pace | None = None
         self._model: nn.Module | None = None
         self._loaders: dict[int, PacedLoader] = {}
@@ -110,7 +115,7 @@ class Worker:
         assert self._pace is not None
         trained = {id(span.parameter) for span in self._pace.replica.flat.spans}
         rest = [t for t in chain(model.parameters(), model.buffers()) if id(t) not in trained]
-        workers = Comm(self._transport.inner, range(self.size))
+        workers = self.workers_only()
         for dtype in sorted({t.dtype for t in rest}, key=str):
             tensors = [t.detach() for t in rest if t.dtype is dtype]
             together = torch.cat([t.reshape(-1) for t in tensors])
@@ -168,6 +173,8 @@ class Worker:
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
             self._epochs_done = max(self._epochs_done, batch.epochs_done)
+            if self._on_progress is not None:
+                self._tell_progress(self._on_progress)
         transport.resume()
 
     # While training ------------------------------------------------------------------------------
@@ -181,6 +188,13 @@ class Worker:
         if self._epochs is None:
             raise UsageError("progress needs a plan: worker.setup_dataloaders(loader, epochs=...)")
         return min(1.0, self._epochs_done / self._epochs)
+
+    def _tell_progress(self, tell: Callable[[Metric], None]) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._told_s + HEARTBEAT_S and self._pace is not None:
+            self._told_s = now_s
+            share = self.progress if self._epochs else None
+            tell({"rank": self.rank, "steps": self._pace.steps, "progress": share})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,7 +271,7 @@ class Worker:
 
     def _consensus_distance(self, x: Tensor) -> float | None:
         """Root mean square distance of the workers to their mean, over the norm of the mean."""
-        workers = Comm(self._transport.inner, range(self.size))
+        workers = self.workers_only()
         try:
             mean = x.clone()
             mean /= workers.all_reduce(mean)
@@ -302,6 +316,10 @@ class Worker:
     def model(self) -> nn.Module | None:
         """The model that :meth:`setup` was given."""
         return self._model
+
+    def workers_only(self) -> Comm:
+        """The workers among themselves, for what is not the method's and so is not metered."""
+        return Comm(self._transport.inner, range(self.size))
 
     @property
     def meter(self) -> Meter:

@@ -19,7 +19,8 @@ from paceline.comm.base import Comm, Limits
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.run import simulate
 from paceline.sim.cluster import load_cluster
-from paceline.tasks.fashion import MOMENTUM, batch_of, load_images, make_loader, make_model
+from paceline.tasks.fashion import load_images, make_loader, make_model
+from paceline.tasks.recipe import MOMENTUM, batch_of
 from paceline.worker import Worker
 
 CLUSTER = "ethernet-10g"

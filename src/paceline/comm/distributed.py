@@ -26,6 +26,7 @@ from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import Peers, Watch
 from paceline.comm.mail import Mail
 from paceline.errors import MessageMismatch, PeerLost, UsageError
+from paceline.launched import launched_rank_and_size
 
 _OPS = ("all_reduce", "broadcast")
 _TICK = timedelta(seconds=0.25)
@@ -60,14 +61,6 @@ def connect_by_environment(limits: Limits, *, rank_order: bool = False) -> Distr
     else:
         store = _store(host, port, rank, size, None)
     return _join(store, host, rank, size, limits, started_s, rank_order)
-
-
-def launched_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of processes, as its launcher says; (0, 1) without."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def _store(host: str, port: int, rank: int, size: int, fd: int | None) -> dist.Store:

@@ -82,6 +82,7 @@ def describe(name: str) -> dict[str, Any]:
     ]
     return {
         "name": name,
+        "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
         "paper": cls.paper,
         "options": options,
         "synchronous": cls.synchronous,

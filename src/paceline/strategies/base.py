@@ -85,7 +85,7 @@ class Strategy(ABC):
     def plan(self, steps: int) -> None:
         """Hear how many steps this worker is going to make."""
         interval = getattr(self, "interval", 1)
-        if interval > steps > 0 and self.workers > 1:
+        if interval > steps > 0 and self.workers > 1 and self.comm.rank == 0:
             warnings.warn(
                 f"interval ({interval}) exceeds the {steps} steps of this run:"
                 " workers never exchange before its end",

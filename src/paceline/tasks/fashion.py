@@ -1,15 +1,13 @@
 """The built-in task: Fashion-MNIST with a small convolutional network or an MLP.
 
 A subset of 4,000 train and 1,000 test images comes with the package (Fashion-MNIST is by Zalando
-SE, MIT licence); the whole set is used from a folder of its IDX files. The recipe holds for every
-number of workers: a global batch of 128, though at least 4 a worker, 12 epochs, SGD with momentum,
-and one learning rate a method from the recorded sweep in ``learning_rates.json``.
+SE, MIT licence); the whole set is used from a folder of its IDX files. How it is trained stands in
+:mod:`paceline.tasks.recipe`.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,19 +19,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.errors import UsageError, unknown
-from paceline.options import above, at_least
+from paceline.errors import UsageError
+from paceline.strategies import strategy_name
+from paceline.tasks.recipe import (
+    EPOCHS,
+    IDX_FILES,
+    MOMENTUM,
+    batch_of,
+    check_model,
+    idx_file,
+    learning_rate,
+)
 from paceline.worker import Worker
 
 BUNDLED = Path(__file__).with_name("fashion_mnist.npz")
-RATES = Path(__file__).with_name("learning_rates.json")
-FOLDERS = (
-    "/usr/share/datasets/fashion-mnist",
-    "data/FashionMNIST/raw",
-    "~/.cache/torchvision/FashionMNIST/raw",
-)
-GLOBAL_BATCH, LEAST_BATCH, EPOCHS, MOMENTUM = 128, 4, 12, 0.9
-DEFAULT_RATE = 0.05
 _MEAN, _STD = 0.2860, 0.3530
 
 Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]
@@ -71,7 +70,7 @@ def train(
     images = load_images(data)
     torch.manual_seed(worker.seed)
     net: nn.Module = make_model(model)
-    rate = learning_rate(type(worker.strategy).__name__.lower(), model) if lr is None else lr
+    rate = learning_rate(strategy_name(worker.strategy), model) if lr is None else lr
     sgd: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM)
     net, sgd = worker.setup(net, sgd)
     loader = make_loader(images, batch_size or batch_of(worker.size))
@@ -113,6 +112,7 @@ def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[floa
 
 def make_model(name: str) -> nn.Module:
     """The network called ``cnn`` or ``mlp``."""
+    check_model(name)
     if name == "cnn":
         return nn.Sequential(
             nn.Conv2d(1, 16, 5, stride=2, padding=2),
@@ -123,24 +123,7 @@ def make_model(name: str) -> nn.Module:
             nn.Flatten(),
             nn.Linear(32 * 7 * 7, 10),
         )
-    if name == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-    raise unknown("model", name, ("cnn", "mlp"))
-
-
-def batch_of(workers: int) -> int:
-    """The recipe's batch of one worker.
-
-    >>> batch_of(2), batch_of(8), batch_of(64)
-    (64, 16, 4)
-    """
-    return max(LEAST_BATCH, GLOBAL_BATCH // workers)
-
-
-def learning_rate(strategy: str, model: str) -> float:
-    """The method's rate from the recorded sweep; of a method that is not in it, a moderate one."""
-    rates: dict[str, Any] = json.loads(RATES.read_text())["rates"]
-    return float(rates.get(model, {}).get(strategy, DEFAULT_RATE))
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 class _Pairs(Dataset[Any]):
@@ -182,51 +165,21 @@ def load_images(folder: str | None = None) -> Images:
     return Images(_pixels(x_train), _labels(y_train), _pixels(x_test), _labels(y_test))
 
 
-def find_folder() -> str:
-    """The folder of the whole data set on this machine."""
-    for folder in FOLDERS:
-        if Path(folder).expanduser().is_dir():
-            return folder
-    raise UsageError(
-        f"the whole Fashion-MNIST was not found in {', '.join(FOLDERS)}: install Debian's"
-        " dataset-fashion-mnist, or name its folder with --data"
-    )
-
-
-def check_arguments(
-    model: str, epochs: int, steps: int | None, lr: float | None, batch_size: int | None
-) -> None:
-    """Refuse what :func:`train` could not work with, before anything starts."""
-    if model not in ("cnn", "mlp"):
-        raise unknown("model", model, ("cnn", "mlp"))
-    at_least("epochs", epochs, 1)
-    at_least("steps", 1 if steps is None else steps, 1)
-    at_least("batch_size", 1 if batch_size is None else batch_size, 1)
-    above("lr", 1.0 if lr is None else lr, 0)
-
-
 def read_folder(folder: Path) -> Raw:
     """The four IDX files of Fashion-MNIST, plain or gzipped."""
-    x_train, y_train = (
-        _idx(folder, "train-images-idx3-ubyte"),
-        _idx(folder, "train-labels-idx1-ubyte"),
-    )
-    x_test, y_test = _idx(folder, "t10k-images-idx3-ubyte"), _idx(folder, "t10k-labels-idx1-ubyte")
+    x_train, y_train, x_test, y_test = (_read(idx_file(folder, name)) for name in IDX_FILES)
     return x_train, y_train, x_test, y_test
 
 
-def _idx(folder: Path, name: str) -> NDArray[np.uint8]:
-    plain, packed = folder / name, folder / f"{name}.gz"
-    if not plain.exists() and not packed.exists():
-        raise UsageError(
-            f"data ({folder}) must hold the IDX files of Fashion-MNIST: no {name}[.gz]"
-        )
-    content = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
-    dimensions = content[3]
+def _read(path: Path) -> NDArray[np.uint8]:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    dimensions = content[3] if content[:3] == b"\0\0\x08" else 0
     shape = np.frombuffer(content, ">u4", dimensions, 4)
     values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
-    if content[:3] != b"\0\0\x08" or values.size != shape.prod():
-        raise UsageError(f"{folder / name} is not an IDX file of bytes")
+    if not dimensions or values.size != shape.prod():
+        raise UsageError(f"{path} is not an IDX file of bytes")
     return values.reshape(shape)
 
 

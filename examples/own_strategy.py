@@ -1,0 +1,56 @@
+"""A method of your own, in one file: workers on a ring, each averaging with one neighbour.
+
+It is compared with two built-in methods on eight simulated machines.
+"""
+
+from dataclasses import dataclass
+
+import paceline as pl
+from paceline.options import at_least
+from paceline.tasks.fashion import train
+
+
+@dataclass(kw_only=True)
+class Ring(pl.Strategy):
+    r"""Ring: local steps, and every ``interval`` of them a mean with the left neighbour.
+
+    .. math:: x_i \leftarrow (x_i + x_{i-1}) / 2
+
+    Every model is counted twice, at home and on its right: the mean of all stays as it was.
+
+    Faults: a slow worker slows its neighbours, and a dead one ends the run. All workers make
+    equally many steps, as they do on the shards that a synchronous method is given.
+    """
+
+    interval: int = 4
+
+    uses_gradient = False  # the local optimizer steps with the gradients where they are
+    state = ("steps",)
+
+    def __post_init__(self):
+        at_least("interval", self.interval, 1)
+        self.steps = 0
+
+    def step(self, x, g):
+        self.local_update()
+        self.steps += 1
+        if self.steps % self.interval == 0:
+            rank, size = self.comm.rank, self.comm.size
+            left = self.comm.exchange(x, dst=(rank + 1) % size, src=(rank - 1) % size)
+            x.lerp_(left, 0.5)
+
+    def finish(self, x):
+        self.comm.all_reduce(x, factor=lambda workers: 1 / workers)
+
+
+if __name__ == "__main__":
+    task = {"model": "mlp", "epochs": 2, "lr": 0.02}
+    print("strategy           accuracy  virtual s  MB sent  apart")
+    for strategy in ("allreduce", "sasgd(interval=4)", Ring(interval=4)):
+        run = pl.simulate(
+            train, workers=8, strategy=strategy, cluster="ethernet-1g", arguments=task
+        )
+        print(
+            f"{strategy!s:18} {run.accuracy:8.3f} {run.virtual_seconds:10.2f}"
+            f" {run.bytes_sent / 1e6:8.0f} {run.consensus_distance:6.3f}"
+        )

@@ -1,0 +1,83 @@
+"""``paceline bench``: the benchmarks, shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.capacity import check_real_workers, check_virtual_workers
+from paceline.cli.screen import Screen, number, size
+from paceline.options import at_least
+
+
+def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | None) -> None:
+    """Time the all-reduce of shared memory beside gloo's."""
+    _check(workers, repeats)
+    from paceline.bench.comm import SIZES, bench_comm
+
+    rows = bench_comm([workers], sizes or list(SIZES), repeats, on_row=lambda row: None)
+    screen.table(
+        ["engine", "workers", "vector", "ms", "of gloo's time"],
+        [
+            (r["engine"], str(r["workers"]), size(r["bytes"]), _ms(r), f"{r['ratio_to_gloo']:.3f}")
+            for r in rows
+        ],
+    )
+    screen.emit({"rows": rows})
+
+
+def show_step(screen: Screen, workers: int, repeats: int) -> None:
+    """Time a step of each way of training."""
+    _check(workers, repeats)
+    from paceline.bench.step import bench_step
+
+    rows = bench_step(workers, repeats)
+    screen.table(
+        ["step with", "workers", "ms", "of no communication", "90 % interval"],
+        [
+            (
+                r["what"],
+                str(r["workers"]),
+                _ms(r),
+                f"{r['ratio_to_no_comm']:.3f}",
+                "{:.3f} to {:.3f}".format(*r["interval_90"]),
+            )
+            for r in rows
+        ],
+    )
+    added = {row["what"]: row["ratio_to_no_comm"] - 1 for row in rows}
+    share = added["allreduce"] / added["torch DDP"]
+    screen.say(f"allreduce adds {share:.2f} of what torch DDP adds.")
+    screen.emit({"rows": rows, "allreduce_added_of_ddp": share})
+
+
+def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
+    """Time the simulator, without gradients and with them."""
+    check_virtual_workers(workers)
+    at_least("repeats", repeats, 1)
+    from paceline.bench.sim import bench_sim
+
+    rows = bench_sim(workers, repeats, steps)
+    screen.table(
+        ["gradients", "workers", "events/s", "over the bare steps", "us a step"],
+        [
+            (
+                row["model"] or "none",
+                str(row["workers"]),
+                number(round(row["events_per_s"])),
+                "-" if row["overhead_share"] is None else f"{row['overhead_share']:+.1%}",
+                "-" if row["overhead_share"] is None else f"{row['overhead_us_per_step']:.0f}",
+            )
+            for row in rows
+        ],
+    )
+    screen.emit({"rows": rows})
+
+
+def _check(workers: int, repeats: int) -> None:
+    check_real_workers(workers)
+    at_least("workers", workers, 2)
+    at_least("repeats", repeats, 1)
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.3f}"

@@ -1,0 +1,137 @@
+"""``paceline doctor``: can this machine do what Paceline needs?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.capacity import PROCESS_BYTES, memory_bytes
+from paceline.cli.screen import Screen, size
+from paceline.errors import PacelineError
+from paceline.tasks.recipe import find_folder
+
+
+def examine(screen: Screen) -> bool:
+    """Make every check, say what came of it, and whether all that is needed is there."""
+    checks = []
+    for name, check in CHECKS.items():
+        try:
+            ok, detail = True, check()
+        except Unneeded as lacking:
+            ok, detail = None, str(lacking)
+        except Exception as error:
+            ok, detail = False, str(error).partition("\n")[0] or type(error).__name__
+        mark = {True: "ok", None: "--", False: "NO"}[ok]
+        screen.say(f"{mark}  {name:<14} {detail}")
+        checks.append({"name": name, "ok": ok, "detail": detail})
+    healthy = all(check["ok"] is not False for check in checks)
+    screen.say("" if healthy else "\nWhat is marked NO has to be put right first.")
+    screen.emit({"checks": checks, "ok": healthy})
+    return healthy
+
+
+class Unneeded(Exception):
+    """Something is not there that a run can do without."""
+
+
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}" + (
+        "" if sys.platform == "linux" else " (untested)"
+    )
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unneeded("none that torch can see; runs use the CPU")
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _room() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    fits = max(2, memory_bytes() // PROCESS_BYTES)
+    return f"{cores} cores, {size(memory_bytes())} memory: up to {fits} real workers"
+
+
+def _ranks(transport: str) -> Callable[[], str]:
+    def check() -> str:
+        from paceline.processes import run_ranks
+        from paceline.reference import refer_to
+
+        if transport == "shared_memory" and sys.platform != "linux":
+            raise Unneeded("needs Linux; runs use --transport distributed")
+        told = run_ranks(refer_to(average), [{}, {}], transport=transport)
+        if told != [1.5, 1.5]:
+            raise PacelineError(f"an all-reduce of 1 and 2 gave {told}")
+        return "two processes start, and average a vector"
+
+    return check
+
+
+def average(transport: Any, channel: Any, argument: Any) -> float:
+    """The program of a rank that is examined."""
+    import torch
+
+    from paceline.comm.base import Comm
+
+    comm = Comm(transport)
+    x = torch.full((1000,), comm.rank + 1.0)
+    x /= comm.all_reduce(x)
+    return float(x.mean())
+
+
+def _simulator() -> str:
+    from paceline.run import simulate
+
+    simulate(_nothing, workers=4)
+    return "runs"
+
+
+def _nothing(worker: Any) -> None:
+    worker.comm.barrier()
+
+
+def _threads() -> str:
+    told = os.environ.get("OMP_NUM_THREADS")
+    if told is None:
+        raise Unneeded("OMP_NUM_THREADS is not set: cores are shared out among the workers")
+    return f"OMP_NUM_THREADS={told}, for every worker"
+
+
+def _data() -> str:
+    from paceline.tasks.fashion import load_images
+
+    images = load_images()
+    return f"{len(images.x_train)} train and {len(images.x_test)} test images are bundled"
+
+
+def _full_data() -> str:
+    try:
+        return f"{Path(find_folder()).expanduser()} (--full uses it)"
+    except PacelineError as error:
+        raise Unneeded(str(error)) from None
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "python": _python,
+    "torch": _torch,
+    "gpu": _gpu,
+    "room": _room,
+    "threads": _threads,
+    "shared memory": _ranks("shared_memory"),
+    "gloo": _ranks("distributed"),
+    "simulator": _simulator,
+    "bundled data": _data,
+    "whole data": _full_data,
+}

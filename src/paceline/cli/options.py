@@ -1,0 +1,159 @@
+"""The options that commands share, each written once as the field of a dataclass.
+
+A command takes such a dataclass as one argument; :func:`command` shows its fields as options.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer import Argument, Option
+
+from paceline.cli.screen import Screen
+from paceline.errors import PacelineError
+
+StrategySpec = Annotated[
+    str, Option("--strategy", "-s", help='A method: "sasgd", or "sasgd(interval=8)".')
+]
+Workers = Annotated[int, Option("--workers", "-w", help="How many workers.")]
+TransportName = Annotated[
+    str | None,
+    Option(
+        "--transport",
+        help="shared_memory, or distributed (gloo, nccl). [default: shared_memory on Linux]",
+    ),
+]
+Device = Annotated[
+    str, Option("--device", help="cpu, or cuda to spread the workers over this machine's GPUs.")
+]
+Repeats = Annotated[int, Option("--repeats", help="How often each thing is timed.")]
+
+
+@dataclass(kw_only=True)
+class Output:
+    """How a command shows its outcome."""
+
+    json: Annotated[
+        bool, Option("--json", help="One JSON object, on the last line of the output.")
+    ] = False
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Say nothing but the outcome.")] = False
+    verbose: Annotated[
+        bool, Option("--verbose", "-v", help="Say more: the records of every rank.")
+    ] = False
+
+    def screen(self) -> Screen:
+        """Where to write."""
+        return Screen(as_json=self.json, quiet=self.quiet, verbose=self.verbose)
+
+
+@dataclass(kw_only=True)
+class Training(Output):
+    """What is trained, and how it is written down."""
+
+    script: Annotated[
+        Path | None,
+        Argument(
+            metavar="SCRIPT",
+            help="Python file that defines train(worker); without one, the built-in task.",
+            show_default=False,
+        ),
+    ] = None
+    settings: Annotated[
+        list[str],
+        Option("--set", metavar="NAME=VALUE", help="An option of the strategy; may be repeated."),
+    ] = field(default_factory=list)
+    seed: Annotated[int, Option("--seed", help="Of everything random in the run.")] = 0
+    epochs: Annotated[int | None, Option("--epochs", help="Passes over the data.")] = None
+    steps: Annotated[int | None, Option("--steps", help="End after so many steps a worker.")] = None
+    lr: Annotated[
+        float | None, Option("--lr", help="Learning rate. [default: the method's, from a sweep]")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        Option("--batch-size", help="Samples in a worker's batch. [default: 128 / workers]"),
+    ] = None
+    model: Annotated[
+        str | None, Option("--model", help="Network of the built-in task: cnn or mlp.")
+    ] = None
+    data: Annotated[
+        str | None, Option("--data", help="Folder with the whole Fashion-MNIST, as IDX files.")
+    ] = None
+    full: Annotated[
+        bool, Option("--full", help="Use the whole Fashion-MNIST, where this machine has it.")
+    ] = False
+    out: Annotated[
+        Path | None,
+        Option("--out", help="Folder for metrics, trace and model. [default: runs/...]"),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What was given for ``train``."""
+        names = ("epochs", "steps", "lr", "batch_size", "model", "data")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], None]:
+    """Make a command of a function; what it raises becomes one sentence and an exit code."""
+
+    def register(body: Callable[..., None]) -> None:
+        hints = get_type_hints(body, include_extras=True)
+        name = next(name for name, hint in hints.items() if is_dataclass(hint))
+        shared: Any = hints[name]
+
+        @functools.wraps(body)
+        def run(**given: Any) -> None:
+            output = shared(**{f.name: given.pop(f.name) for f in fields(shared)})
+            with errors_as_exit_codes(output):
+                body(**{name: output}, **given)
+
+        _show_options(run, body, hints, name)
+        group.command(**more)(run)
+
+    return register
+
+
+def _show_options(run: Any, body: Any, hints: dict[str, Any], name: str) -> None:
+    """Give ``run`` the parameters of ``body``, with the fields of its dataclass instead of it."""
+    own = [p for p in inspect.signature(body).parameters.values() if p.name != name]
+    shared_hints = get_type_hints(hints[name], include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p.replace(annotation=hints[p.name], kind=kind) for p in own]
+    for f in sorted(fields(hints[name]), key=lambda f: f.name in Output.__dataclass_fields__):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        hint = shared_hints[f.name]
+        parameters.append(inspect.Parameter(f.name, kind, default=default, annotation=hint))
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+@contextmanager
+def errors_as_exit_codes(output: Output) -> Iterator[None]:
+    """Say what went wrong in a sentence, and end with the code of its kind."""
+    warnings.showwarning = _show_warning
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except PacelineError as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"paceline: {error}{notes}", file=sys.stderr)
+        if output.verbose:
+            traceback.print_exception(error)
+        summary = str(error).partition("\n")[0]
+        output.screen().emit({"error": summary, "exit_code": error.exit_code})
+        raise typer.Exit(error.exit_code) from None
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"paceline: warning: {message}", file=sys.stderr)

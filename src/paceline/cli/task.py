@@ -1,0 +1,120 @@
+"""What to train: the built-in task, or the user's script, looked at before anything starts."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.options import Training
+from paceline.errors import UsageError
+from paceline.folder import check_out
+from paceline.options import above, at_least
+from paceline.seeds import MAX_SEED
+from paceline.tasks.recipe import check_folder, check_model, find_folder
+
+BUILT_IN = {"module": "paceline.tasks.fashion", "name": "train"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training function that can be found by name, and the arguments for it."""
+
+    name: str
+    reference: dict[str, Any]
+    arguments: dict[str, Any]
+
+
+def find_task(chosen: Training) -> Task:
+    """The task of a command; refuses a script or an argument that cannot work."""
+    script, arguments = chosen.script, chosen.arguments()
+    _check_numbers(arguments)
+    if not 0 <= chosen.seed <= MAX_SEED:
+        raise UsageError(f"seed ({chosen.seed}) must be from 0 to {MAX_SEED}")
+    if script is not None:
+        if chosen.full:
+            raise UsageError("--full must be used with the built-in task, not with a script")
+        _check_script(script, arguments)
+        return Task(script.name, {"script": str(script.resolve()), "name": "train"}, arguments)
+    if "model" in arguments:
+        check_model(arguments["model"])
+    if chosen.full:
+        arguments.setdefault("data", find_folder())
+    if "data" in arguments:
+        check_folder(Path(arguments["data"]).expanduser())
+    return Task("built-in task", BUILT_IN, arguments)
+
+
+def choose_out(out: Path | None, what: str) -> Path:
+    """The folder of a run: the one that was given, or a fresh one under ``runs``."""
+    chosen = out
+    if chosen is None:
+        stem = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
+        chosen = stem
+        count = 1
+        while chosen.exists():
+            count += 1
+            chosen = stem.with_name(f"{stem.name}-{count}")
+    check_out(chosen)
+    return chosen
+
+
+def check_device(device: str) -> None:
+    """Refuse what is not the name of a device; whether it is there, the run finds out."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UsageError(f"device ({device}) must be cpu, cuda, or cuda:0, cuda:1, ...")
+
+
+def _check_numbers(arguments: Mapping[str, Any]) -> None:
+    for name in ("epochs", "steps", "batch_size"):
+        at_least(name, arguments.get(name, 1), 1)
+    lr = arguments.get("lr", 1.0)
+    above("lr", lr, 0)
+    if lr == float("inf"):
+        raise UsageError(f"lr ({lr}) must be finite")
+
+
+def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:
+    """Read the script without running it: it has a ``train``, which takes the arguments."""
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))
+    except OSError as error:
+        raise UsageError(f"script ({script}) cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"script ({script}) is not Python: {line}{error.args[0]}") from None
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if "train" in functions:
+        _check_parameters(script, functions["train"], arguments)
+    elif "train" not in _other_names(tree):
+        has = ", ".join(functions) or "none"
+        raise UsageError(f"script ({script}) must define train(worker); its functions: {has}")
+
+
+def _check_parameters(script: Path, train: ast.FunctionDef, arguments: Mapping[str, Any]) -> None:
+    names = [a.arg for a in (*train.args.posonlyargs, *train.args.args, *train.args.kwonlyargs)]
+    if not names and train.args.vararg is None:
+        raise UsageError(f"script ({script}): train() must take the worker: def train(worker)")
+    for name in arguments:
+        if name not in names[1:] and train.args.kwarg is None:
+            taken = ", ".join(names[1:]) or "the worker alone"
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} ({arguments[name]}) cannot be passed on: train in {script} has no"
+                f" parameter {name}; it takes {taken}"
+            )
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Names that a script imports or assigns at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
