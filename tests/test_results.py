@@ -165,6 +165,13 @@ def test_no_consensus_distance_where_nobody_knows_it():
     assert result_of(SUMMARY).consensus_distance is None
 
 
+@pytest.mark.parametrize("consensus", [None, 0.125])
+def test_a_summary_can_travel_as_a_vector(consensus):
+    summary = replace(SUMMARY, rank=3, consensus=consensus)
+    numbers = torch.tensor(summary.numbers(), dtype=torch.float64)
+    assert Summary.from_numbers(numbers.tolist()) == summary
+
+
 # Metrics -----------------------------------------------------------------------------------------
 
 
@@ -177,6 +184,15 @@ def test_loss_and_accuracy_are_nothing_where_none_was_logged():
     run = result_of(SUMMARY, logged=[{"other": 1}])
     assert run.loss is run.accuracy is None
     assert run.to_json()["loss"] is None
+
+
+def test_the_time_to_a_target_runs_from_the_first_step():
+    logged = [{"t": 3.0, "accuracy": 0.5}, {"t": 4.0, "loss": 1.0}, {"t": 5.0, "accuracy": 0.75}]
+    later = replace(SUMMARY, rank=1, first_step_s=2.5)
+    run = result_of(later, SUMMARY, logged=[*logged, {"t": 6.0, "accuracy": 0.6}])
+    assert run.seconds_to(0.5) == 1.0
+    assert run.seconds_to(0.6) == run.seconds_to(0.75) == 3.0
+    assert run.seconds_to(0.8) is None
 
 
 def test_metrics_are_kept_in_order_written_and_passed_on(tmp_path):
