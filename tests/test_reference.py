@@ -147,7 +147,9 @@ def test_a_function_that_was_typed_in_is_refused(script):
 def own_imports(monkeypatch):
     """Leave the import system as it was."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    yield
+    for name in ("own_training", "helper"):
+        sys.modules.pop(name, None)
 
 
 def test_a_script_is_loaded_under_its_own_name_from_its_own_folder(script, own_imports):

@@ -74,8 +74,9 @@ class Nursery:
 
     @classmethod
     def warm_up(cls) -> None:
-        """Start a nursery for a run that comes soon."""
-        cls._idle.append(cls())
+        """Start a nursery for a run that comes soon, unless there is an idle one."""
+        if not cls._idle:
+            cls._idle.append(cls())
 
     @classmethod
     def stop_idle(cls) -> None:

@@ -31,7 +31,7 @@ from paceline.reference import (
     unpack_strategy,
 )
 from paceline.results import OnMetric, Result, RunBook, Summary
-from paceline.seeds import seed_user_generators
+from paceline.seeds import check_seed, seed_user_generators
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sim.faults import Fault
 from paceline.strategies import make_strategy, strategy_name
@@ -77,6 +77,7 @@ def launch(
     """
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
+    check_seed(seed)
     check_real_workers(workers)
     device_of(device, 0)
     size = ranks_for(prototype, workers)
@@ -172,6 +173,7 @@ def simulate(
     """
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
+    check_seed(seed)
     check_virtual_workers(workers)
     place = load_cluster(cluster)
     size = ranks_for(prototype, workers)
@@ -261,6 +263,7 @@ def init(
         on_metric: called with each record of this rank's ``worker.log``.
     """
     method = make_strategy(strategy)
+    check_seed(seed)
     transport = _connect(limits or Limits(), rank_order)
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
     files = RankFiles(out, transport.rank)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import random
 import zlib
+from typing import TYPE_CHECKING
 
-import numpy as np
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_SEED = 2**63 - 1
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that no generator takes."""
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"seed ({seed}) must be from 0 to {MAX_SEED}")
+
+
 def stream(seed: int, purpose: str, *path: int) -> np.random.Generator:
     """The random stream of ``purpose``, with ``path`` (a rank, an epoch) below it."""
+    import numpy as np
+
     return np.random.default_rng(_sequence(seed, purpose, *path))
 
 
@@ -26,6 +38,7 @@ def user_seed(seed: int, rank: int) -> int:
 
 def seed_user_generators(seed: int, rank: int) -> None:
     """Seed torch's, numpy's and Python's global generators for the user's code on ``rank``."""
+    import numpy as np
     import torch
 
     value = user_seed(seed, rank)
@@ -35,4 +48,6 @@ def seed_user_generators(seed: int, rank: int) -> None:
 
 
 def _sequence(seed: int, purpose: str, *path: int) -> np.random.SeedSequence:
+    import numpy as np
+
     return np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *path])

@@ -51,7 +51,7 @@ class Screen:
 
         table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
         for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number else "left", overflow="fold")
+            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
         for row in rows:
             table.add_row(*row)
         self.console.print(table)

@@ -14,7 +14,7 @@ from paceline.cli.options import Training
 from paceline.errors import UsageError
 from paceline.folder import check_out
 from paceline.options import above, at_least
-from paceline.seeds import MAX_SEED
+from paceline.seeds import check_seed
 from paceline.tasks.recipe import check_folder, check_model, find_folder
 
 BUILT_IN = {"module": "paceline.tasks.fashion", "name": "train"}
@@ -33,8 +33,7 @@ def find_task(chosen: Training) -> Task:
     """The task of a command; refuses a script or an argument that cannot work."""
     script, arguments = chosen.script, chosen.arguments()
     _check_numbers(arguments)
-    if not 0 <= chosen.seed <= MAX_SEED:
-        raise UsageError(f"seed ({chosen.seed}) must be from 0 to {MAX_SEED}")
+    check_seed(chosen.seed)
     if script is not None:
         if chosen.full:
             raise UsageError("--full must be used with the built-in task, not with a script")

@@ -1,0 +1,116 @@
+"""Bad input is refused before anything starts: exit code 2, with name, value and rule."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    "run -s sagd": 'no strategy "sagd"; did you mean "sasgd"?',
+    "sim -s sasgd --set intervl=3": 'sasgd: no option "intervl"; did you mean "interval"?',
+    "run -s sasgd --set interval=0": "sasgd: interval (0) must be at least 1",
+    "run -s sasgd(interval=2.5)": "sasgd: interval (2.5) must be of type int",
+    "run -s sasgd(": "strategy (sasgd() must look like",
+    "run --set interval": "setting (interval) must look like name=value",
+    "compare --set intervl=3": 'no option "intervl"; did you mean "interval"?',
+    "run --workers 0": "workers (0) must be at least 1",
+    "run --workers 100000": "they would need 15,729 GB",
+    "sim --workers 100000": "each virtual worker needs a thread and a model of its own",
+    "compare --workers 4,many": "workers (many) must be a whole number",
+    "run --lr -0.1": "lr (-0.1) must be above 0",
+    "run --lr nan": "lr (nan) must be above 0",
+    "run --lr inf": "lr (inf) must be finite",
+    "run --epochs 0": "epochs (0) must be at least 1",
+    "run --batch-size 0": "batch_size (0) must be at least 1",
+    "run --steps -3": "steps (-3) must be at least 1",
+    "run --seed -1": "seed (-1) must be from 0 to",
+    "run --model cn": 'no model "cn"; did you mean "cnn"?',
+    "run --data here": "data (here) must hold the IDX files of Fashion-MNIST",
+    "run nothere.py": "script (nothere.py) cannot be read: No such file",
+    "run .": "script (.) cannot be read: Is a directory",
+    "run broken.py": "script (broken.py) is not Python: line 2:",
+    "run binary.py": "script (binary.py) is not Python:",
+    "run misnamed.py": "script (misnamed.py) must define train(worker); its functions: trian",
+    "run unready.py": "train() must take the worker: def train(worker)",
+    "sim fine.py --lr 0.1": "train in fine.py has no parameter lr; it takes epochs",
+    "sim fine.py --full": "--full must be used with the built-in task",
+    "sim --cluster typo.toml": "typo.toml, [network]: no option",
+    "sim --cluster kind.toml": "kind.toml, [compute]: sample_s (fast) must be of type float",
+    "sim --cluster untoml.toml": "untoml.toml: not a TOML file",
+    "sim --cluster none.toml": "none.toml: No such file",
+    "sim --cluster ehternet-1g": 'no cluster "ehternet-1g"; did you mean "ethernet-1g"?',
+    "run --out file/below": "out (file/below) must be a folder that can be written",
+    "run --transport tcp": "transport (tcp) must be one of shared_memory, distributed",
+    "run --device tpu": "device (tpu) must be cpu, cuda",
+    "run --stratgy sasgd": "No such option: --stratgy",
+    "rnu": "No such command 'rnu'. Did you mean 'run'?",
+    "strategies sagd": 'no strategy "sagd"; did you mean "sasgd"?',
+    "bench comm --workers 1": "workers (1) must be at least 2",
+    "bench sim --steps 0": "steps (0) must be at least 1",
+}
+FILES = {
+    "broken.py": "def train(worker):\nnot indented\n",
+    "binary.py": "\0\1\2",
+    "misnamed.py": "def trian(worker):\n    pass\n",
+    "unready.py": "def train():\n    pass\n",
+    "fine.py": "def train(worker, epochs=1):\n    pass\n",
+    "typo.toml": "[network]\nlatncy_s = 1.0\n",
+    "kind.toml": '[compute]\nsample_s = "fast"\n',
+    "untoml.toml": "network = [",
+    "file": "",
+}
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+from paceline.cli import main
+outcomes = {}
+for line in json.load(sys.stdin):
+    sys.argv = ["paceline", *line.split(), *([] if line.startswith("rnu") else ["--json"])]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    outcomes[line] = [code, out.getvalue(), err.getvalue()]
+from paceline.processes import Nursery
+assert not Nursery._idle, "a process was started"
+assert "torch" not in sys.modules, "torch was loaded"
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE],
+        input=json.dumps(list(CASES)),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in folder.iterdir()) == sorted(FILES), "something was written"
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_bad_input_is_refused_with_name_value_and_rule(outcomes, line):
+    code, out, err = outcomes[line]
+    assert code == 2
+    assert CASES[line] in err
+    assert "Traceback" not in err
+    if err.startswith("paceline: "):
+        told = json.loads(out)
+        assert told == {"error": err.removeprefix("paceline: ").strip(), "exit_code": 2}
+
+
+def test_windows_is_told_to_use_wsl():
+    code = "import sys; sys.platform = 'win32'; from paceline.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "use WSL" in done.stderr

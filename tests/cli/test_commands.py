@@ -1,0 +1,244 @@
+"""The commands, run as a user would."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+from paceline.cli import main
+from paceline.strategies import STRATEGIES
+
+KEYS = {
+    "strategy", "workers", "seed", "steps", "samples", "loss", "accuracy", "seconds",
+    "startup_seconds", "virtual_seconds", "bytes_sent", "wire_bytes", "wait_share",
+    "staleness_mean", "staleness_max", "consensus_distance", "trace_hash", "lost_workers",
+    "joined_workers",
+}  # fmt: skip
+SCRIPT = """
+import os, signal, torch
+def train(worker, epochs=1, how="well"):
+    model = torch.nn.Linear(2, 1)
+    model, sgd = worker.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in range(epochs):
+        sgd.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        sgd.step()
+        worker.log(epoch=epoch, loss=model.weight.sum(), note=how)
+"""
+
+
+@pytest.fixture
+def paceline(tmp_path, monkeypatch, capsys):
+    """Run a command in a folder of its own; what it wrote on both streams."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def run(*arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        wrote = capsys.readouterr()
+        assert (end.value.code or 0) == code, wrote.err
+        return wrote
+
+    return run
+
+
+@pytest.fixture
+def outcome(paceline):
+    """Run a command with --json; the object on its last line."""
+    return lambda *arguments, **how: json.loads(
+        paceline(*arguments, "--json", **how).out.splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_real_run_learns(strategy, outcome, tmp_path):
+    told = outcome("run", "-s", strategy, "-w", 2, "--epochs", 4, "--seed", 3)
+    assert set(told) >= KEYS
+    assert told["accuracy"] > 0.75
+    assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 2, 3)
+    assert told["samples"] == 4 * 4000
+    assert told["virtual_seconds"] is None and told["trace_hash"] is None
+    written = sorted(p.name for p in (tmp_path / told["out"]).iterdir())
+    assert written == ["config.json", "metrics.jsonl", "model.safetensors", "trace.jsonl"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_simulated_run_learns(strategy, outcome):
+    told = outcome("sim", "-s", strategy, "-w", 8, "--epochs", 3, "--model", "mlp", "--seed", 5)
+    assert set(told) >= KEYS
+    assert told["accuracy"] > 0.75
+    assert told["virtual_seconds"] > 0
+
+
+def test_a_simulated_run_repeats_in_another_process(outcome, tmp_path):
+    line = ["sim", "-s", "sasgd(interval=2)", "--steps", "5", "--seed", "7"]
+    here, other = outcome(*line), outcome(*line[:-1], "8")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *line, "--json"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+        env={**os.environ, "PYTHONHASHSEED": "12"},
+    )  # fmt: skip
+    there = json.loads(done.stdout)
+    for key in ("trace_hash", "accuracy", "loss", "virtual_seconds", "bytes_sent", "steps"):
+        assert here[key] == there[key] is not None, key
+    assert other["trace_hash"] != here["trace_hash"]
+
+
+def test_torchrun_starts_a_run_too(tmp_path):
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "--rdzv-endpoint", "127.0.0.1:0", "-m", "paceline",
+         "run", "--steps", "5", "--json", "--out", "there"],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert set(told) >= KEYS
+    assert (told["workers"], told["steps"], told["samples"]) == (2, 10, 640)
+    assert (tmp_path / "there" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("world", ["run", "sim"])
+def test_a_script_is_run_with_its_arguments(world, paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = paceline(world, "mine.py", "-w", 2, "--epochs", 2, "--out", "o", "-v")
+    assert "rank 1" in done.out and "note well" in done.out
+    records = [json.loads(line) for line in (tmp_path / "o/metrics.jsonl").read_text().splitlines()]
+    assert sorted((r["rank"], r["epoch"]) for r in records) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    quiet = paceline(world, "mine.py", "-w", 2, "--quiet")
+    assert "note well" not in quiet.out and "loss" in quiet.out
+
+
+@pytest.mark.parametrize("world", ["run", "sim"])
+def test_a_script_that_raises_shows_its_traceback_once(world, paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def train(worker):\n    if worker.rank == 1:\n        raise KeyError('lost my key')\n"
+        "    worker.comm.barrier()\n"
+    )
+    done = paceline(world, "mine.py", "-w", 3, "--json", code=1)
+    assert done.err.count("Traceback") == 1
+    assert done.err.count("raise KeyError('lost my key')") == 1
+    assert "processes.py" not in done.err and "run.py" not in done.err
+    told = json.loads(done.out)
+    assert told == {"error": "rank 1: KeyError: 'lost my key'", "exit_code": 1}
+
+
+@pytest.mark.parametrize("world", ["run", "sim"])
+def test_a_script_that_cannot_be_loaded_shows_why(world, paceline, tmp_path):
+    (tmp_path / "mine.py").write_text("def train(worker):\n    pass\nimport nonesuch\n")
+    done = paceline(world, "mine.py", code=1)
+    assert "line 3" in done.err
+    assert "No module named 'nonesuch'" in done.err
+
+
+def test_a_lost_worker_ends_with_exit_code_3(outcome, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        SCRIPT.replace("sgd.step()", "os.kill(os.getpid(), 9) if worker.rank else sgd.step()")
+    )
+    told = outcome("run", "mine.py", "-w", 3, code=3)
+    assert told["error"].startswith("lost ranks 1, 2 in all_reduce")
+    assert told["exit_code"] == 3
+
+
+@pytest.mark.parametrize("world", ["run", "sim"])
+def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", world, "mine.py", "--epochs", "100000000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()  # it runs
+    drain = threading.Thread(target=process.stdout.read)
+    drain.start()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    drain.join()
+    assert process.stderr.read() == "paceline: interrupted\n"
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_compare_puts_runs_side_by_side(outcome):
+    told = outcome("compare", "-w", "2,4", "--steps", 4, "-c", "wan", "--target", 0.1)
+    setups = [(row["strategy"], row["workers"], row["cluster"]) for row in told["rows"]]
+    assert setups == [(s, w, "wan") for w in (2, 4) for s in STRATEGIES]
+    for row in told["rows"]:
+        assert row["target"] == 0.1
+        reached = row["accuracy"] >= 0.1
+        assert (row["seconds_to_target"] is not None) == reached
+        assert row["bytes_sent"] > 0
+    slow, quick = told["rows"][2:]
+    assert slow["virtual_seconds"] > 1.5 * quick["virtual_seconds"]
+    assert told["report"] is None
+
+
+def test_compare_fits_a_narrow_terminal(paceline, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = paceline("compare", "-s", "allreduce", "-w", 2, "--steps", 1, "--quiet")
+    lines = [re.sub(r"\x1b\[[\d;?]*\w", "", line) for line in done.out.splitlines()]
+    assert max(map(len, lines)) == 60
+    assert any(line.strip().startswith("allreduce ") for line in lines)
+
+
+def test_a_terminal_shows_a_bar_with_rate_loss_and_time_left(tmp_path):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "sim", "--epochs", "2", "-w", "2", "--model", "mlp"],
+        stdout=theirs, stderr=theirs, cwd=tmp_path, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # how a pty says that the other side is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0
+    for piece in (b"steps/s", b"loss", b"%", b"0:0"):
+        assert piece in shown, piece
+    assert b"written to" in shown
+
+
+def test_help_and_lists_load_no_torch():
+    code = (
+        "import sys; from paceline.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'rich'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    for line in (["--help"], ["run", "--help"], ["strategies"], ["strategies", "sasgd"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *line], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert "interval (int, default 16)" in done.stdout
+
+
+def test_strategies_are_told_as_json(outcome):
+    told = outcome("strategies")["strategies"]
+    assert [s["name"] for s in told] == list(STRATEGIES)
+    assert {"name", "paper", "options", "synchronous", "servers"} <= set(told[0])
+    interval = next(o for o in told[1]["options"] if o["name"] == "interval")
+    assert interval == {
+        "name": "interval",
+        "type": "int",
+        "default": 16,
+        "help": "steps between aggregations.",
+    }
+
+
+def test_the_doctor_finds_nothing_wrong(outcome):
+    told = outcome("doctor")
+    assert told["ok"] and all(check["ok"] is not False for check in told["checks"])
+    assert {"shared memory", "gloo", "simulator", "torch"} <= {c["name"] for c in told["checks"]}

@@ -1,0 +1,244 @@
+"""Trainings for real processes, and what can be seen of processes from outside."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.strategies.allreduce import AllReduce
+
+# Trainings ---------------------------------------------------------------------------------------
+
+
+def new_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
+
+
+def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
+    """With momentum and dropout; of 77 samples four workers have a short last batch."""
+    data = torch.Generator().manual_seed(5)
+    x, y = torch.randn(samples, 6, generator=data), torch.randint(3, (samples,), generator=data)
+    net = new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.2, momentum=0.9))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    batches = worker.setup_dataloaders(loader)
+    for _ in range(epochs):
+        for inputs, targets in batches:
+            sgd.zero_grad()
+            loss = F.cross_entropy(net(inputs), targets)
+            loss.backward()
+            sgd.step()
+            worker.log(loss=loss)
+
+
+def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
+    """What a launcher that only sets the standard variables makes of a script with ``init``."""
+    os.environ |= {
+        "RANK": str(transport.rank),
+        "WORLD_SIZE": str(transport.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(argument["port"]),
+        "TORCHELASTIC_USE_AGENT_STORE": str(argument["agent"]),
+    }
+    with pl.init(seed=argument["seed"], rank_order=True, out=argument["out"]) as worker:
+        train(worker)
+
+
+def step(net: nn.Module, sgd: Any) -> None:
+    sgd.zero_grad()
+    net(torch.ones(1, 2)).sum().backward()
+    sgd.step()
+
+
+def set_up(worker: pl.Worker) -> tuple[nn.Module, Any]:
+    net = nn.Linear(2, 1)
+    return worker.setup(net, SGD(net.parameters(), lr=0.1))
+
+
+def raise_on_one(worker: pl.Worker, rank: int) -> None:
+    net, sgd = set_up(worker)
+    for number in range(8):
+        step(net, sgd)
+        if worker.rank == rank and number == 3:
+            raise KeyError(f"no such thing in step {number}")
+
+
+def log_surroundings(worker: pl.Worker) -> None:
+    worker.log(threads=torch.get_num_threads(), told=os.environ.get("PACELINE_TEST_WORD"))
+
+
+def log_sockets(worker: pl.Worker) -> None:
+    """In the middle of a run: the TCP sockets of this rank, and where it and the others listen."""
+    net, sgd = set_up(worker)
+    step(net, sgd)
+    worker.comm.barrier()
+    everyone = children_of(os.getppid())
+    listening = [a for pid in everyone for state, a in tcp_sockets(pid) if state == LISTEN]
+    own = [address for _, address in tcp_sockets(os.getpid())]
+    worker.log(ranks=len(everyone), own=" ".join(own), listening=" ".join(listening))
+    worker.comm.barrier()
+    step(net, sgd)
+
+
+# Faults ------------------------------------------------------------------------------------------
+
+
+def lose(how: str) -> None:
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+
+def train_until_lost(worker: pl.Worker, rank: int, how: str, when: str = "step") -> None:
+    """One rank is killed or stops: at its ``start``, in a ``step``, or when its steps are done."""
+    worker.log(pid=os.getpid())
+    if (worker.rank, when) == (rank, "start"):
+        lose(how)
+    net, sgd = set_up(worker)
+    for number in range(9):
+        if (worker.rank, when, number) == (rank, "step", 6):
+            lose(how)
+        step(net, sgd)
+    if (worker.rank, when) == (rank, "end"):
+        lose(how)
+
+
+@dataclass(kw_only=True)
+class DiesInSetup(AllReduce):
+    """Rank 1 dies in ``worker.setup``, between the copying of parameters and the rest."""
+
+    def setup(self, x: torch.Tensor) -> None:
+        super().setup(x)
+        if self.comm.rank == 1:
+            lose("kill")
+
+
+def be_busy(worker: pl.Worker, seconds: float) -> None:
+    """Three ranks are busy in three ways, each for so long; the last one waits for them."""
+    net, sgd = set_up(worker)
+    step(net, sgd)
+    if worker.rank == 0:
+        time.sleep(seconds)
+    elif worker.rank == 1:
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # one call that keeps the interpreter's lock
+    elif worker.rank == 2:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            sum(range(100_000))
+    step(net, sgd)
+
+
+def stop_and_go_on(worker: pl.Worker, seconds: float) -> None:
+    """Rank 1 stops; rank 0 has it go on after so long, while rank 2 waits for both."""
+    net, sgd = set_up(worker)
+    pids = torch.zeros(worker.size, dtype=torch.int64)
+    pids[worker.rank] = os.getpid()
+    worker.comm.all_reduce(pids)
+    if worker.rank == 1:
+        lose("stop")
+    elif worker.rank == 0:
+        while state_of(int(pids[1])) != "T":
+            os.sched_yield()
+        time.sleep(seconds)
+        os.kill(int(pids[1]), signal.SIGCONT)
+    step(net, sgd)
+
+
+def wait_forever(worker: pl.Worker) -> None:
+    """Rank 0 keeps the interpreter's lock, rank 1 sleeps, and the rest wait for them."""
+    net, sgd = set_up(worker)
+    worker.log(pid=os.getpid(), nursery=os.getppid())
+    if worker.rank == 0:
+        ctypes.PyDLL(None).pause()
+    elif worker.rank == 1:
+        signal.pause()
+    step(net, sgd)
+
+
+# Other Pythons -----------------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For another Python that imports what this one can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+
+
+# What can be seen of processes -------------------------------------------------------------------
+
+LISTEN = "0A"
+
+
+def state_of(pid: int) -> str | None:
+    """One letter, as ps shows it; None of a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process, those included that nobody has waited for."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+def nurseries() -> list[int]:
+    """The processes that this one starts ranks from."""
+    return [
+        pid
+        for pid in children_of(os.getpid())
+        if b"paceline.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def ranks_left() -> list[int]:
+    """The ranks of this process's runs that have not ended."""
+    return [rank for nursery in nurseries() for rank in children_of(nursery)]
+
+
+def tcp_sockets(pid: int) -> list[tuple[str, str]]:
+    """State and local address of each TCP socket that a process holds."""
+    held = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            held.add(os.readlink(fd))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if f"socket:[{rest[5]}]" in held:
+                found.append((state, _address(local.split(":")[0])))
+    return found
+
+
+def _address(text: str) -> str:
+    """An address as /proc/net shows it: words of four bytes, each in the machine's order."""
+    words = bytes.fromhex(text)
+    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+
+
+def wait_for_ends(pidfds: list[int], timeout_s: float) -> bool:
+    """Whether all of these processes end in time."""
+    end_s = time.monotonic() + timeout_s
+    for pidfd in pidfds:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+            return False
+    return True

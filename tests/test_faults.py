@@ -1,0 +1,184 @@
+"""Ranks and launchers that are killed, stopped or merely busy, in real processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support import runs
+
+import paceline as pl
+
+WORKERS = 4
+PATIENCE_S = 10.0
+on_shared_memory = pytest.mark.transport("shared_memory")
+on_distributed = pytest.mark.transport("distributed")
+on_both = pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param("shared_memory", marks=on_shared_memory),
+        pytest.param("distributed", marks=on_distributed),
+    ],
+)
+
+
+def shared_files():
+    return set(os.listdir("/dev/shm"))
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """After each test: no rank, no open file, nothing in /dev/shm, and the next run works."""
+    pl.launch(runs.log_surroundings, workers=1)
+    files, shared = open_files(), shared_files()
+    yield
+    assert runs.ranks_left() == []
+    assert open_files() == files
+    end_s = time.monotonic() + PATIENCE_S  # other programs use /dev/shm, too, for a while
+    while shared_files() - shared and time.monotonic() < end_s:
+        os.sched_yield()
+    assert shared_files() - shared == set()
+    assert pl.launch(runs.log_surroundings, workers=2).workers == 2
+
+
+def launch_and_lose(world="shared_memory", train=runs.train_until_lost, **how):
+    """Launch what loses a rank: the error, and the pids of all ranks."""
+    pids = []
+    with pytest.raises(pl.PeerLost) as caught:
+        pl.launch(
+            train,
+            workers=WORKERS,
+            transport=world,
+            on_metric=lambda record: pids.append(record["pid"]),
+            **how,
+        )
+    assert [runs.state_of(pid) for pid in pids] == [None] * WORKERS
+    assert caught.value.waited_s < PATIENCE_S
+    return caught.value
+
+
+# Lost ranks --------------------------------------------------------------------------------------
+
+
+@on_shared_memory
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)"])
+def test_a_killed_rank_is_named_with_the_operation(strategy):
+    lost = launch_and_lose(strategy=strategy, arguments={"rank": 2, "how": "kill"})
+    assert (lost.ranks, lost.op, lost.reason) == ((2,), "all_reduce", "it was ended by SIGKILL")
+
+
+@on_shared_memory
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)"])
+def test_a_stopped_rank_is_named_with_the_operation(strategy):
+    how = {"strategy": strategy, "limits": pl.Limits(dead_s=0.5)}
+    lost = launch_and_lose(arguments={"rank": 1, "how": "stop"}, **how)
+    assert (lost.ranks, lost.op) == ((1,), "all_reduce")
+    assert lost.reason.startswith("it has been stopped for")
+    assert lost.waited_s >= 0.5
+
+
+@on_distributed
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_of_a_distributed_run_is_named(rank):
+    lost = launch_and_lose("distributed", arguments={"rank": rank, "how": "kill"})
+    assert (lost.ranks, lost.op, lost.reason) == ((rank,), "all_reduce", "it was ended by SIGKILL")
+
+
+@on_shared_memory
+@pytest.mark.parametrize(("when", "operation"), [("start", "broadcast"), ("end", "all_reduce")])
+def test_a_rank_may_die_before_its_setup_and_while_others_finish(when, operation):
+    lost = launch_and_lose(arguments={"rank": 3, "how": "kill", "when": when})
+    assert (lost.ranks, lost.op) == ((3,), operation)
+
+
+@on_shared_memory
+def test_a_rank_may_die_in_its_setup():
+    never = {"rank": -1, "how": "kill"}
+    lost = launch_and_lose(strategy=runs.DiesInSetup(), arguments=never)
+    assert (lost.ranks, lost.reason) == ((1,), "it was ended by SIGKILL")
+
+
+# Ranks that are not lost -------------------------------------------------------------------------
+
+
+@on_both
+def test_a_rank_that_is_busy_for_three_times_dead_s_is_not_lost(world):
+    how = {"limits": pl.Limits(dead_s=0.4), "arguments": {"seconds": 1.2}}
+    result = pl.launch(runs.be_busy, workers=WORKERS, transport=world, **how)
+    assert result.steps == 2 * WORKERS
+    assert result.seconds >= 1.2
+
+
+@on_shared_memory
+def test_a_rank_that_goes_on_in_time_is_not_lost():
+    result = pl.launch(runs.stop_and_go_on, workers=3, arguments={"seconds": 0.5})
+    assert result.steps == 3
+
+
+# The launcher ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import paceline as pl
+from support.runs import wait_forever
+
+
+def show(record):
+    print(record["pid"], record["nursery"], flush=True)
+
+
+if __name__ == "__main__":
+    pl.launch(wait_forever, workers=3, on_metric=show)
+"""
+
+
+@pytest.fixture
+def launchers(tmp_path):
+    """Two launchers in sessions of their own, and the pidfds of their nurseries and ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=runs.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for _ in range(2)
+    ]
+    pidfds = []
+    try:
+        for launcher in started:
+            lines = [launcher.stdout.readline().split() for _ in range(3)]
+            pids = {int(pid) for line in lines for pid in line}
+            pidfds.append([os.pidfd_open(pid) for pid in pids])
+        yield list(zip(started, pidfds, strict=True))
+    finally:
+        for launcher in started:
+            launcher.kill()
+            launcher.communicate()
+        for pidfd in itertools.chain(*pidfds):
+            os.close(pidfd)
+
+
+@on_shared_memory
+def test_nothing_outlives_a_launcher(launchers):
+    (killed, its_pidfds), (interrupted, other_pidfds) = launchers
+    assert len(its_pidfds) == len(other_pidfds) == 4
+    killed.kill()
+    assert runs.wait_for_ends(its_pidfds, PATIENCE_S)
+    os.killpg(interrupted.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+    assert runs.wait_for_ends(other_pidfds, PATIENCE_S)
+    assert interrupted.wait(PATIENCE_S) in (130, -signal.SIGINT)
+    told = interrupted.stderr.read()
+    assert told.count("Traceback") == told.count("KeyboardInterrupt") == 1
