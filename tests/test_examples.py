@@ -148,7 +148,9 @@ def test_the_ring_keeps_the_mean_of_all_models(own_imports, workers, interval):
         ends[worker.rank] = (before, net.weight.item())
 
     pl.simulate(train, workers=workers, strategy=Ring(interval=interval), cluster="ideal")
-    mean = 1 - 0.5 * sum(2.0 * rank + step for rank in range(workers) for step in range(5)) / workers
+    mean = (
+        1 - 0.5 * sum(2.0 * rank + step for rank in range(workers) for step in range(5)) / workers
+    )
     before, after = zip(*ends.values(), strict=True)
     assert sum(before) / workers == pytest.approx(mean)
     assert after == pytest.approx([mean] * workers)

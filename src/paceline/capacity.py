@@ -10,7 +10,7 @@ from paceline.options import at_least
 
 PROCESS_BYTES = 150 << 20
 """What a rank's process takes on top of what ranks share; measured with the built-in network."""
-MAX_VIRTUAL_WORKERS = 20_000
+MAX_VIRTUAL_WORKERS = 16_000
 
 
 def check_real_workers(workers: int) -> None:

@@ -142,6 +142,7 @@ class _Stream:
         rank, size = self._owner._worker.rank, self._owner._worker.size
         if self._owner.sharing == "queue":
             yield from self._owner.tickets(epoch)
+            return
         step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)
         while True:
             yield index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.metered import MeteredTransport
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Mark(NamedTuple):
-    """A moment of a run, and how long its worker had waited and loaded by then."""
+    """A moment of a run on its own clock and the wall's, and how long its worker had waited."""
 
     time_s: float
+    wall_s: float
     wait_s: float
-    loading_s: float
 
 
 class Pace:
@@ -86,9 +87,9 @@ class Pace:
         self.strategy.step(self.replica.flat.x, g)
 
     def _mark(self) -> Mark:
-        meter = self._transport.meter
-        return Mark(self._transport.now(), meter.wait_s, meter.loading_s)
+        return Mark(self._transport.now(), time.monotonic(), self._transport.meter.wait_s)
 
     def settle(self) -> None:
         """Finish what the strategy left pending."""
-        self.strategy.settle(self.replica.flat.x)
+        if not self.alone:
+            self.strategy.settle(self.replica.flat.x)

@@ -16,10 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.base import Limits
+from paceline.comm.liveness import Processes
 from paceline.errors import (
     CommTimeout,
     PacelineError,
@@ -117,6 +118,7 @@ class Rank:
     value: Any = None
     returned: bool = False
     error: Message | None = None
+    reason: str | None = None
     signalled: bool = False
 
     def signal(self, number: int) -> None:
@@ -167,7 +169,7 @@ def run_ranks(
                 os.close(writer)
                 os.set_blocking(reader, False)
                 ranks.append(Rank(number, pid, reader))
-            _supervise(ranks, nursery, on_message)
+            _supervise(ranks, nursery, limits or Limits(), on_message)
         finally:
             _end(ranks, nursery)
     _raise_failure(ranks)
@@ -201,8 +203,12 @@ def threads_per_rank(size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // size) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _supervise(ranks: list[Rank], nursery: Nursery, on_message: OnMessage | None) -> None:
+def _supervise(
+    ranks: list[Rank], nursery: Nursery, limits: Limits, on_message: OnMessage | None
+) -> None:
     """Listen until every rank has ended; end the others soon after one has failed."""
+    patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
+    processes = Processes(lambda number: ranks[number].pid, patience)
     by_pipe = {rank.pipe: rank for rank in ranks}
     failed_s: float | None = None
     while any(rank.code is None for rank in ranks):
@@ -215,6 +221,9 @@ def _supervise(ranks: list[Rank], nursery: Nursery, on_message: OnMessage | None
             if rank.code is None and rank.pid in nursery.ended:
                 _listen(rank, by_pipe, on_message)
                 rank.code = nursery.ended.pop(rank.pid)
+            elif rank.code is None and (reason := processes.why_stopped(rank.number)):
+                rank.reason = reason
+                rank.signal(signal.SIGKILL)
         now_s = time.monotonic()
         if failed_s is None and any(rank.failed for rank in ranks):
             failed_s = now_s
@@ -268,11 +277,14 @@ def _raise_failure(ranks: list[Rank]) -> None:
     for rank in errors:
         if rank.error and "ranks" not in rank.error:
             raise _own_error(rank.number, rank.error)
-    dead = [rank for rank in ranks if rank.failed and rank.error is None and not rank.signalled]
+    dead = [rank for rank in ranks if rank.failed and rank.error is None]
+    dead = [rank for rank in dead if rank.reason or not rank.signalled]
     if dead:
         seen = next((w for w in witnesses if w["ranks"] and w["type"] == "PeerLost"), None)
         op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
-        raise PeerLost([rank.number for rank in dead], op, _how_ended(dead[0].code), waited_s)
+        raise PeerLost(
+            [rank.number for rank in dead], op, dead[0].reason or _how_ended(dead[0].code), waited_s
+        )
     for error in witnesses:
         if error["type"] == "PeerLost":
             raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
 from paceline.folder import RunFolder
+from paceline.pace import Mark
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
 from paceline.worker import Metric, Worker
@@ -26,7 +28,8 @@ class Summary:
     bytes_sent: int
     first_step_s: float
     last_step_s: float
-    end_s: float
+    first_wall_s: float
+    last_wall_s: float
     wait_s: float
     consensus: float | None
 
@@ -34,17 +37,18 @@ class Summary:
     def of(cls, worker: Worker) -> Summary:
         """Sum up a worker that has finished."""
         pace, meter = worker.pace, worker.meter
-        first, last = (pace.first, pace.last) if pace else (None, None)
-        now_s = worker.comm.now()
+        now = Mark(worker.comm.now(), time.monotonic(), 0.0)
+        first, last = (pace.first or now, pace.last or now) if pace else (now, now)
         return cls(
             rank=worker.rank,
             steps=pace.steps if pace else 0,
             samples=pace.samples if pace else 0,
             bytes_sent=meter.bytes_sent,
-            first_step_s=first.time_s if first else now_s,
-            last_step_s=last.time_s if last else now_s,
-            end_s=now_s,
-            wait_s=last.wait_s - first.wait_s if first and last else 0.0,
+            first_step_s=first.time_s,
+            last_step_s=last.time_s,
+            first_wall_s=first.wall_s,
+            last_wall_s=last.wall_s,
+            wait_s=last.wait_s - first.wait_s,
             consensus=worker.consensus,
         )
 
@@ -152,10 +156,16 @@ class RunBook:
                 self.folder.merge_traces(ranks)
 
     def result(
-        self, strategy: Strategy, summaries: Sequence[Summary], *, workers: int, **facts: Any
+        self,
+        strategy: Strategy,
+        summaries: Sequence[Summary],
+        *,
+        workers: int,
+        began_s: float,
+        **facts: Any,
     ) -> Result:
-        """Put together the numbers of all ranks and the ``facts`` of the run."""
-        mine = [summary for summary in summaries if summary.rank < workers]
+        """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
+        mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
         consensus = [s.consensus for s in mine if s.consensus is not None]
         stale = 0 if strategy.synchronous else None
         known = {
@@ -173,6 +183,8 @@ class RunBook:
             samples=round(sum(summary.samples for summary in mine)),
             loss=self._last("loss"),
             accuracy=self._last("accuracy"),
+            seconds=max((s.last_wall_s - s.first_wall_s for s in mine), default=0.0),
+            startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
             staleness_mean=stale,

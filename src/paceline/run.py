@@ -104,16 +104,7 @@ def launch(
     finally:
         book.close(ranks=size)
     summaries = [Summary(**summary) for summary in told]
-    first_s = min(summary.first_step_s for summary in summaries)
-    before_s = time.monotonic() - began_s - max(summary.end_s for summary in summaries)
-    return book.result(
-        prototype,
-        summaries,
-        workers=workers,
-        seed=seed,
-        seconds=max(summary.last_step_s for summary in summaries) - first_s,
-        startup_seconds=max(0.0, before_s) + first_s,
-    )
+    return book.result(prototype, summaries, workers=workers, began_s=began_s, seed=seed)
 
 
 def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
@@ -216,7 +207,6 @@ def simulate(
             "faults": [asdict(fault) for fault in faults],
         }
     )
-    ready_s = time.monotonic()
     try:
         world.run(body)
     finally:
@@ -226,9 +216,8 @@ def simulate(
         prototype,
         summaries,
         workers=workers,
+        began_s=began_s,
         seed=seed,
-        seconds=time.monotonic() - ready_s,
-        startup_seconds=ready_s - began_s,
         virtual_seconds=world.calendar.now_s,
         wire_bytes=round(world.network.wire_bytes),
         trace_hash=trace_hash,
@@ -311,19 +300,16 @@ def attend(
     with place as worker:
         if workers not in (None, worker.size):
             raise UsageError(f"workers ({workers}) must be {worker.size}, as the launcher says")
-        ready_s = time.monotonic() - worker.comm.now()
         run_worker(worker, train, arguments or {})
         summaries = gather_summaries(worker)
     if worker.rank != 0:
         return None
-    first_s = min(summary.first_step_s for summary in summaries)
     return book.result(
         worker.strategy,
         summaries,
         workers=worker.size,
+        began_s=began_s,
         seed=seed,
-        seconds=max(summary.last_step_s for summary in summaries) - first_s,
-        startup_seconds=max(0.0, ready_s - began_s) + first_s,
         out=None if out is None else str(out),
     )
 

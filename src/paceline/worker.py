@@ -19,7 +19,7 @@ from paceline.checkpoint import load_state, save_state
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Sharing
-from paceline.errors import PeerLost, PeersGone, UsageError
+from paceline.errors import CommTimeout, PeerLost, PeersGone, UsageError
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
 from paceline.replica import Replica
@@ -119,7 +119,7 @@ class Worker:
         for dtype in sorted({t.dtype for t in rest}, key=str):
             tensors = [t.detach() for t in rest if t.dtype is dtype]
             together = torch.cat([t.reshape(-1) for t in tensors])
-            workers.broadcast(together)
+            workers.broadcast(together.view(torch.uint8))
             parts = torch.split(together, [t.numel() for t in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -230,6 +230,7 @@ class Worker:
         if replica is not None:
             x.copy_(answer)
         pace.paused = "inside worker.answer"
+        self._transport.resume()
         try:
             yield
         finally:
@@ -277,7 +278,7 @@ class Worker:
             mean /= workers.all_reduce(mean)
             square = (x - mean).double().square().sum().reshape(1).cpu()
             count = workers.all_reduce(square)
-        except PeerLost:
+        except (PeerLost, CommTimeout):
             return None
         norm = float(mean.double().norm())
         return math.sqrt(float(square) / count) / norm if norm else 0.0
@@ -294,6 +295,7 @@ class Worker:
             "samples": pace.samples,
         }
         save_state(Path(folder), f"rank{self.rank}", state)
+        self._transport.resume()
 
     def load(self, folder: str | Path) -> None:
         """Take up what :meth:`save` wrote on this rank, after ``setup``."""

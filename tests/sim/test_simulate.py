@@ -224,11 +224,11 @@ def test_a_rank_that_raises_is_named_with_the_virtual_time():
             raise KeyError("oops")
         worker.comm.barrier()
 
-    with pytest.raises(
-        pl.WorkerFailed, match=r"rank 1: KeyError: 'oops' \(at 1.500000 s\)"
-    ) as told:
+    with pytest.raises(pl.WorkerFailed, match="rank 1: KeyError: 'oops'") as told:
         pl.simulate(broken, workers=3)
-    assert isinstance(told.value.__cause__, KeyError)
+    assert told.value.details.count('raise KeyError("oops")') == 1
+    assert "at 1.500000 s of virtual time" in told.value.details
+    assert "kernel.py" not in told.value.details
 
 
 def test_evaluation_through_a_loader_is_charged_as_forward_alone():

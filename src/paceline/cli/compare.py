@@ -91,7 +91,7 @@ class Comparison:
         clock = "virtual time" if self.clusters else "time"
         columns = ["strategy", "workers", "accuracy"]
         if self.target is not None:
-            columns.append(f"{clock} to {self.target:g}")
+            columns.append(f"to {self.target:g}")
         columns += [clock, "waiting", "sent"]
         if len(self.clusters) > 1:
             columns.insert(1, "cluster")

@@ -42,19 +42,26 @@ class Screen:
             sys.stderr.flush()
             print(json.dumps(outcome), flush=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-        """Show a table: the first column to the left, the others to the right."""
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Show a table; where it is too wide, its rows one after the other."""
         if self.as_json:
             return
         from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
+        console, cells = self.console, list(rows)
+        table = Table(box=box.SIMPLE_HEAD)
         for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for row in cells:
             table.add_row(*row)
-        self.console.print(table)
+        unlimited = console.options.update(max_width=1000)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            console.print(table)
+        else:
+            for row in cells:
+                print(row[0])
+                self.facts(dict(zip(columns[1:], row[1:], strict=True)))
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Show names and values below each other."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
+
 PAGE = mmap.ALLOCATIONGRANULARITY
 RANGE_BYTES = 1 << 40
 """The part of the sparse file that belongs to one rank."""
@@ -44,6 +46,11 @@ class Arena:
     @staticmethod
     def create(ranks: int) -> int:
         """Make the memory for so many ranks; return its file descriptor."""
+        if not _SYS_FUTEX:
+            raise UsageError(
+                f"transport (shared_memory) must be distributed on {platform.machine()}:"
+                " shared memory is for x86_64 and aarch64"
+            )
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
         os.ftruncate(fd, (ranks + 1) * RANGE_BYTES)
         return fd

@@ -137,6 +137,7 @@ class Comm:
         self.members = tuple(range(transport.size) if members is None else members)
         self.rank = self.members.index(transport.rank)
         self.size = len(self.members)
+        self._window: Any = None
 
     def alive(self) -> tuple[int, ...]:
         """The ranks that have neither died nor left, this one included."""
@@ -151,7 +152,9 @@ class Comm:
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Tensor:
         """Wait for a message from ``src`` that has the size and dtype of ``like``."""
-        return self.transport.take(like, (self._peer(src),), tag, f"recv from rank {src}")[1]
+        return self.transport.take(
+            like, (self._peer(src),), tag, f"recv from rank {self._peer(src)}"
+        )[1]
 
     def recv_any(self, like: Tensor, tag: int = 0) -> tuple[int, Tensor]:
         """Wait for a message from anyone: ``(src, x)``.
@@ -183,8 +186,19 @@ class Comm:
         return taken
 
     def publish(self, x: Tensor) -> int:
-        """Let peers read a copy of ``x``; return its version, from 1."""
-        return self.transport.publish(_vector(x))
+        """Let peers read a copy of ``x``; return its version, from 1.
+
+        Size and dtype are those of the first time.
+        """
+        vector = _vector(x)
+        shape = (vector.numel(), vector.dtype)
+        if self._window not in (None, shape):
+            raise MessageMismatch(
+                f"publish of {shape[0]} x {shape[1]}: the window holds {self._window[0]} x"
+                f" {self._window[1]}, as it was published first"
+            )
+        self._window = shape
+        return self.transport.publish(vector)
 
     def peek(self, src: int, like: Tensor | None = None) -> tuple[int, Tensor] | None:
         """What ``src`` last published, whole, and its version; None before the first.
@@ -264,6 +278,11 @@ class Comm:
 
 def _vector(x: Tensor) -> Tensor:
     """``x`` as a vector of the same memory."""
+    from paceline.comm.dtypes import DTYPES
+
+    if x.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UsageError(f"a message must not be of {x.dtype}, but one of {names}")
     if x.dim() == 1 and x.is_contiguous() and not x.requires_grad:
         return x
     if not x.is_contiguous():

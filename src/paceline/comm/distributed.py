@@ -151,9 +151,9 @@ class _Collective(Work):
         self._moving: Any = None
         self._buffer: Tensor | None = None
         self._over = False
-        numel, code = x.numel(), DTYPES.index(x.dtype) + len(DTYPES) * _OPS.index(op)
-        self._mine = (numel, code)
-        self._agreed = torch.tensor([weight, numel, numel**2, code, code**2])
+        code = DTYPES.index(x.dtype) + len(DTYPES) * _OPS.index(op)
+        limbs = _limbs(x.numel(), code)
+        self._agreed = torch.tensor([weight, *limbs, *(limb**2 for limb in limbs)])
         self._agreeing = dist.all_reduce(self._agreed, group=group.agreeing, async_op=True)
         group.under_way.append(self)
 
@@ -211,15 +211,21 @@ class _Collective(Work):
         self._over = True
 
     def _check_agreement(self) -> None:
-        weight, numels, numels_2, codes, codes_2 = self._agreed.tolist()
-        size = len(self._group.members)
-        self._total = weight
-        if size * numels_2 != numels**2 or size * codes_2 != codes**2:
-            numel, code = self._mine
-            what = f"{self._op} of {numel} x {DTYPES[code % len(DTYPES)]}"
+        self._total, *sums = self._agreed.tolist()
+        size, half = len(self._group.members), len(sums) // 2
+        if any(size * squares != limb**2 for limb, squares in zip(sums, sums[half:], strict=False)):
+            what = f"{self._op} of {self._x.numel()} x {self._x.dtype}"
             raise MessageMismatch(
                 f"rank {self._transport.rank} calls {what} where another rank calls something else"
             )
+
+
+def _limbs(numel: int, code: int) -> list[int]:
+    """What a collective is, in numbers so small that the squares of all ranks can be summed.
+
+    Members agree if and only if the squares of each number sum to the mean of its sum squared.
+    """
+    return [numel & 0xFFFFF, numel >> 20 & 0xFFFFF, numel >> 40, code]
 
 
 class _Nothing:
@@ -335,11 +341,13 @@ class DistributedTransport(Transport):
 
     def _lost(self, gone: dict[int, str], watch: Watch) -> PeerLost:
         """Name those that were lost first: others may have given up because of them."""
+        stopped = {r: "it is stopped" for r in range(self.size) if self._peers.is_stopped(r)}
+        gone = stopped or gone  # who has ended need not have died: it may be the first to give up
         try:
             first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
-            gone = {rank: gone[rank] for rank in map(int, first.split(","))}
-        except (RuntimeError, KeyError):
-            pass  # the store went with its rank, or others know of more than we do
+            gone = {r: gone.get(r, "another rank lost it") for r in map(int, first.split(","))}
+        except RuntimeError:
+            pass  # the store went with its rank
         return watch.lost(list(gone), next(iter(gone.values())))
 
     # Clock and data ------------------------------------------------------------------------------

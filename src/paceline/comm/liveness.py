@@ -47,7 +47,11 @@ class Processes:
             return None
         if self.has_died(rank):
             return "it died"
-        if not _is_stopped(pid):
+        return self.why_stopped(rank)
+
+    def why_stopped(self, rank: int) -> str | None:
+        """Why ``rank`` counts as lost although it has not died; None while it does not."""
+        if not _is_stopped(self._pid_of(rank)):
             self._stopped_since_s.pop(rank, None)
             return None
         now_s = time.monotonic()
@@ -103,6 +107,10 @@ class Peers:
         elif now_s - since_s > 2 * self._limits.dead_s:
             return f"its heartbeat has stopped for {now_s - since_s:.1f} s"
         return None
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether ``rank`` is stopped now, for however short a time; of this host's ranks only."""
+        return rank in self._pids and _is_stopped(self._pids[rank])
 
     def close(self) -> None:
         """End the heartbeat."""

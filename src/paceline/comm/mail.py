@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.comm.base import MAILBOX_CAPACITY, Limits, Work, check_fit
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import Peers, Watch
-from paceline.errors import PeersGone
+from paceline.errors import PeerLost, PeersGone
 
 _HEADER_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
 _TICK_S = 0.1
@@ -217,13 +217,30 @@ class Mail:
             if like is not None:
                 check_fit(like, header.numel, DTYPES[header.dtype], src, header.tag)
             x = torch.empty(header.numel, dtype=DTYPES[header.dtype])
-            tag = _FIRST_TAG + header.number % _TAGS
-            self._group.recv([x], src, tag).wait()
-        except RuntimeError:
-            return None
+            if not self._fetch(x, src, _FIRST_TAG + header.number % _TAGS):
+                return None
         finally:
             self._send_header(src, Header(Kind.TAKEN, number=header.number))
         return x if like is None else x.to(like.device).view_as(like)
+
+    def _fetch(self, x: Tensor, src: int, tag: int) -> bool:
+        """Receive ``x``; False when ``src`` is lost. The wait cannot be ended, so it is left."""
+        arrived: list[bool] = []
+
+        def receive() -> None:
+            try:
+                self._group.recv([x], src, tag).wait()
+                arrived.append(True)
+            except RuntimeError:
+                arrived.append(False)
+
+        thread = threading.Thread(target=receive, name="paceline-fetch", daemon=True)
+        thread.start()
+        while not arrived:
+            thread.join(_TICK_S)
+            if not arrived and self.why_gone(src) is not None:
+                return False
+        return arrived[0]
 
     # Windows -------------------------------------------------------------------------------------
 
@@ -244,7 +261,10 @@ class Mail:
             request = self._number
         self._send_header(src, Header(Kind.PEEK, number=request))
         ready = lambda: self._windows.pop(request, None)  # noqa: E731
-        src, header = self.wait(ready, [src], f"peek at rank {src}")
+        try:
+            src, header = self.wait(ready, [src], f"peek at rank {src}")
+        except PeerLost:
+            return None
         if header.version == 0:
             return None
         x = self._take(src, header, None if like is None else like.view(-1))

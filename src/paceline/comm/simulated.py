@@ -65,9 +65,11 @@ class World:
             if fault.at_step is None:
                 self.calendar.call(fault.at_s or 0.0, partial(self.inject, fault))
         threads = torch.get_num_threads()
-        with self.generators, on_one_core():
-            self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
-        torch.set_num_threads(threads)
+        try:
+            with self.generators, on_one_core():
+                self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
+        finally:
+            torch.set_num_threads(threads)
 
     def alive(self) -> tuple[int, ...]:
         """The ranks that have come, and have neither left nor died."""
@@ -107,6 +109,7 @@ class World:
 
         def give_up() -> None:
             if self.baton.ranks[rank].frozen_since_s == since_s:
+                self.baton.interrupt(rank, Killed())
                 self._lose(rank, f"it has been stopped for {self.limits.dead_s:g} s")
 
         self.calendar.call(since_s + self.limits.dead_s, give_up)
@@ -373,17 +376,19 @@ class SimulatedTransport(Transport):
 
     def _receive(self, message: Message, like: Tensor, op: str) -> tuple[int, Tensor]:
         self.world.inboxes[self.rank].remove(message)
-        check_fit(like, message.x.numel(), message.x.dtype, message.src, message.tag)
-        if message.posted:
-            return message.src, message.x.view_as(like)
-        now_s = self._calendar.now_s
-        there_s = self.world.network.transfer(now_s, message.src, self.rank, message.x.nbytes)
-        x = message.x.clone()
-        self._until(there_s, op, (message.src,))
-        message.taken = True
-        if message.awaited:
-            self.world.end_wait(message.src)
-        return message.src, x.view_as(like)
+        x, src = message.x, message.src
+        try:
+            check_fit(like, x.numel(), x.dtype, src, message.tag)
+            if not message.posted:
+                now_s = self._calendar.now_s
+                there_s = self.world.network.transfer(now_s, src, self.rank, x.nbytes)
+                x = x.clone()
+                self._until(there_s, op, (src,))
+        finally:
+            message.taken = True
+            if message.awaited:
+                self.world.end_wait(src)
+        return src, x.view_as(like)
 
     def _no_more(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
         """Why to give up on a message: all who could send it are gone, and none is on its way."""

@@ -31,10 +31,9 @@ def strategy_class(name: str) -> type[Strategy]:
 
 def strategy_name(strategy: Strategy) -> str:
     """The registered name of a strategy, or that of its class."""
-    for name, path in STRATEGIES.items():
-        if path.endswith(f":{type(strategy).__name__}"):
-            return name
-    return type(strategy).__name__
+    cls = type(strategy)
+    names = {path: name for name, path in STRATEGIES.items()}
+    return names.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__)
 
 
 def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = None) -> Strategy:

@@ -16,9 +16,10 @@ from paceline.strategies.base import Strategy
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The weight of an all-reduce carries three counts: contributions below ODD, then flags.
+# The weight of an all-reduce carries three counts: contributions below ODD, then flags. A whole
+# contribution is at most 1 << 24, so there is room for 1 << 14 workers.
 ODD = 1 << 38
-BEHIND = 1 << 50
+BEHIND = 1 << 52
 
 
 @dataclass(kw_only=True)
