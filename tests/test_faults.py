@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from support import runs
@@ -164,11 +165,13 @@ def launchers(tmp_path):
             pidfds.append([os.pidfd_open(pid) for pid in pids])
         yield list(zip(started, pidfds, strict=True))
     finally:
+        for pidfd in itertools.chain(*pidfds):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
         for launcher in started:
             launcher.kill()
             launcher.communicate()
-        for pidfd in itertools.chain(*pidfds):
-            os.close(pidfd)
 
 
 @on_shared_memory

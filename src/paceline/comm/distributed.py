@@ -341,11 +341,12 @@ class DistributedTransport(Transport):
 
     def _lost(self, gone: dict[int, str], watch: Watch) -> PeerLost:
         """Name those that were lost first: others may have given up because of them."""
-        stopped = {r: "it is stopped" for r in range(self.size) if self._peers.is_stopped(r)}
-        gone = stopped or gone  # who has ended need not have died: it may be the first to give up
+        stopped = [rank for rank in range(self.size) if self._peers.is_stopped(rank)]
+        if stopped:  # then who has ended has not died, but given up
+            gone = {rank: gone.get(rank, "it has been stopped") for rank in stopped}
         try:
             first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
-            gone = {r: gone.get(r, "another rank lost it") for r in map(int, first.split(","))}
+            gone = {r: gone.get(r, "it was lost to another rank") for r in map(int, first.split(","))}
         except RuntimeError:
             pass  # the store went with its rank
         return watch.lost(list(gone), next(iter(gone.values())))
