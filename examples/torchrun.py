@@ -1,7 +1,7 @@
 """A plain script for any launcher: torchrun, Slurm, Ray, or none.
 
-    torchrun --standalone --nproc-per-node 2 examples/torchrun.py
-    python examples/torchrun.py
+torchrun --standalone --nproc-per-node 2 examples/torchrun.py
+python examples/torchrun.py
 """
 
 import torch
@@ -30,4 +30,4 @@ with pl.init(strategy="sasgd(interval=8)") as worker:
 if worker.rank == 0:
     with torch.no_grad():
         accuracy = (model(x_test).argmax(1) == y_test).float().mean()
-    print(f"{worker.size} workers: accuracy {accuracy:.3f}")
+    print(f"workers {worker.size}: accuracy {accuracy:.3f}")

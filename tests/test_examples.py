@@ -97,7 +97,7 @@ def test_the_same_loop_learns_on_two_workers(tmp_path):
 
 
 def test_the_plain_script_runs_alone(tmp_path):
-    (accuracy,) = accuracies(run(EXAMPLES / "torchrun.py", cwd=tmp_path), r"\d workers?")
+    (accuracy,) = accuracies(run(EXAMPLES / "torchrun.py", cwd=tmp_path), "workers 1")
     assert accuracy > 0.7
 
 
@@ -105,7 +105,7 @@ def test_the_plain_script_runs_alone(tmp_path):
 def test_the_plain_script_runs_under_torchrun(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     lines = run(*launcher, EXAMPLES / "torchrun.py", cwd=tmp_path)
-    (accuracy,) = accuracies(lines, "2 workers")
+    (accuracy,) = accuracies(lines, "workers 2")
     assert accuracy > 0.7 and len(lines) == 1
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from support import runs
@@ -141,13 +140,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def launchers(tmp_path):
-    """Two launchers in sessions of their own, and the pidfds of their nurseries and ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    started = [
-        subprocess.Popen(
+class Launcher:
+    """A program that launches ranks, in a session of its own."""
+
+    def __init__(self, script):
+        self.process = subprocess.Popen(
             [sys.executable, str(script)],
             env=runs.environment(),
             stdout=subprocess.PIPE,
@@ -155,33 +152,43 @@ def launchers(tmp_path):
             text=True,
             start_new_session=True,
         )
-        for _ in range(2)
-    ]
-    pidfds = []
-    try:
-        for launcher in started:
-            lines = [launcher.stdout.readline().split() for _ in range(3)]
-            pids = {int(pid) for line in lines for pid in line}
-            pidfds.append([os.pidfd_open(pid) for pid in pids])
-        yield list(zip(started, pidfds, strict=True))
-    finally:
-        for pidfd in itertools.chain(*pidfds):
+        self.nursery = 0
+        self.pidfds = []
+
+    def wait_for_ranks(self):
+        lines = [self.process.stdout.readline().split() for _ in range(3)]
+        ranks, (self.nursery,) = [int(line[0]) for line in lines], {int(line[1]) for line in lines}
+        self.pidfds = [os.pidfd_open(pid) for pid in [self.nursery, *ranks]]
+
+    def close(self):
+        for pidfd in self.pidfds:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def launchers(tmp_path):
+    """Two launchers that start at the same time."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with ExitStack() as stack:
+        started = [stack.enter_context(closing(Launcher(script))) for _ in range(2)]
         for launcher in started:
-            launcher.kill()
-            launcher.communicate()
+            launcher.wait_for_ranks()
+        yield started
 
 
 @on_shared_memory
 def test_nothing_outlives_a_launcher(launchers):
-    (killed, its_pidfds), (interrupted, other_pidfds) = launchers
-    assert len(its_pidfds) == len(other_pidfds) == 4
-    killed.kill()
-    assert runs.wait_for_ends(its_pidfds, PATIENCE_S)
-    os.killpg(interrupted.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-    assert runs.wait_for_ends(other_pidfds, PATIENCE_S)
-    assert interrupted.wait(PATIENCE_S) in (130, -signal.SIGINT)
-    told = interrupted.stderr.read()
+    killed, interrupted = launchers
+    os.kill(killed.nursery, signal.SIGSTOP)  # the kernel alone has to end them
+    killed.process.kill()
+    assert runs.wait_for_ends(killed.pidfds, PATIENCE_S)
+    os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+    assert runs.wait_for_ends(interrupted.pidfds, PATIENCE_S)
+    assert interrupted.process.wait(PATIENCE_S) in (130, -signal.SIGINT)
+    told = interrupted.process.stderr.read()
     assert told.count("Traceback") == told.count("KeyboardInterrupt") == 1

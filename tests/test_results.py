@@ -15,11 +15,27 @@ import paceline as pl
 from paceline.results import RunBook, Summary
 from paceline.strategies.allreduce import AllReduce
 
-KEYS = """
-strategy workers seed steps samples loss accuracy seconds startup_seconds virtual_seconds
-bytes_sent wire_bytes wait_share staleness_mean staleness_max consensus_distance trace_hash
-lost_workers joined_workers
-""".split()
+KEYS = [
+    "strategy",
+    "workers",
+    "seed",
+    "steps",
+    "samples",
+    "loss",
+    "accuracy",
+    "seconds",
+    "startup_seconds",
+    "virtual_seconds",
+    "bytes_sent",
+    "wire_bytes",
+    "wait_share",
+    "staleness_mean",
+    "staleness_max",
+    "consensus_distance",
+    "trace_hash",
+    "lost_workers",
+    "joined_workers",
+]
 
 SUMMARY = Summary(
     rank=0,

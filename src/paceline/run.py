@@ -321,7 +321,7 @@ def gather_summaries(worker: Worker) -> list[Summary]:
     own = Summary.of(worker).numbers()
     table = torch.zeros(worker.size, len(own), dtype=torch.float64)
     table[worker.rank] = torch.tensor(own)
-    worker.workers_only().all_reduce(table)
+    worker.measuring().all_reduce(table)
     return [Summary.from_numbers(row) for row in table.tolist()]
 
 

@@ -115,7 +115,7 @@ class Worker:
         assert self._pace is not None
         trained = {id(span.parameter) for span in self._pace.replica.flat.spans}
         rest = [t for t in chain(model.parameters(), model.buffers()) if id(t) not in trained]
-        workers = self.workers_only()
+        workers = Comm(self._transport.inner, range(self.size))
         for dtype in sorted({t.dtype for t in rest}, key=str):
             tensors = [t.detach() for t in rest if t.dtype is dtype]
             together = torch.cat([t.reshape(-1) for t in tensors])
@@ -272,7 +272,7 @@ class Worker:
 
     def _consensus_distance(self, x: Tensor) -> float | None:
         """Root mean square distance of the workers to their mean, over the norm of the mean."""
-        workers = self.workers_only()
+        workers = self.measuring()
         try:
             mean = x.clone()
             mean /= workers.all_reduce(mean)
@@ -319,9 +319,9 @@ class Worker:
         """The model that :meth:`setup` was given."""
         return self._model
 
-    def workers_only(self) -> Comm:
-        """The workers among themselves, for what is not the method's and so is not metered."""
-        return Comm(self._transport.inner, range(self.size))
+    def measuring(self) -> Comm:
+        """The workers among themselves, for what measures the run: it counts and costs nothing."""
+        return Comm(self._transport.inner.uncharged(), range(self.size))
 
     @property
     def meter(self) -> Meter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import paceline as pl
@@ -66,6 +68,7 @@ def test_a_file_says_all_that_a_cluster_is(tmp_path):
         ("[network]\nlatency_s = nan", r"latency_s \(nan\) must be at least 0"),
         ("netwrk = {}", 'no option "netwrk"; did you mean "network"'),
         ("[compute]\nfactors = []", r"\[compute\]: factors \(\) must name at least one"),
+        ("[compute]\nspread = 0.5\ntrace = [1.0]", "spread, lognormal and trace exclude"),
         ("[compute]\nspread = 1.5", r"\[compute\]: spread \(1.5\) must be below 1"),
         ("[[faults]]\nrank = 1", r"lab.toml, \[faults 1\]: kind is missing"),
         ("[[faults]]\nkind = 'kil'\nrank = 1", r"kind \(kil\) must be one of kill\|freeze"),
@@ -133,6 +136,25 @@ def test_jitter_is_bounded_and_a_function_of_seed_and_rank(tmp_path):
     assert draws[0] == draws[1] == many[0]
     assert 0.8 <= min(many) < 0.85 and 1.15 < max(many) <= 1.2
     assert cost(text, 1, tmp_path).gradient_s(1) != many[0]
+
+
+def test_lognormal_times_have_mean_one_and_a_long_tail(tmp_path):
+    costs = cost("compute = { step_s = 2.0, lognormal = 0.5 }", 0, tmp_path)
+    many = [costs.gradient_s(1) for _ in range(4000)]
+    assert sum(many) / len(many) == pytest.approx(2.0, rel=0.05)
+    assert max(many) > 6.0 and min(many) > 0.0
+
+
+def test_a_trace_is_taken_in_turn_from_a_place_of_each_rank(tmp_path):
+    text = "compute = { step_s = 1.0, trace = [1.0, 2.0, 3.0, 4.0, 5.0] }"
+    taken = []
+    for rank in range(8):
+        costs = cost(text, rank, tmp_path)
+        taken.append([costs.gradient_s(1) for _ in range(6)])
+    for steps in taken:
+        assert sorted(steps[:5]) == [1, 2, 3, 4, 5] and steps[5] == steps[0]
+        assert all(b == a % 5 + 1 for a, b in itertools.pairwise(steps))
+    assert len({steps[0] for steps in taken}) > 1
 
 
 def test_a_loader_that_prefetches_is_waited_for_only_when_it_is_behind(tmp_path):

@@ -120,6 +120,10 @@ class Transport(ABC):
     def resume(self) -> None:  # noqa: B027 - only ranks that share a process have to
         """Make ready for the user's code: it runs next, with this rank's random generators."""
 
+    def uncharged(self) -> Transport:
+        """The same place for what only measures the run: where time is virtual, it takes none."""
+        return self
+
     @abstractmethod
     def close(self) -> None:
         """Leave: peers see this rank as gone, not as lost. Idempotent."""

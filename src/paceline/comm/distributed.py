@@ -346,7 +346,9 @@ class DistributedTransport(Transport):
             gone = {rank: gone.get(rank, "it has been stopped") for rank in stopped}
         try:
             first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
-            gone = {r: gone.get(r, "it was lost to another rank") for r in map(int, first.split(","))}
+            gone = {
+                r: gone.get(r, "it was lost to another rank") for r in map(int, first.split(","))
+            }
         except RuntimeError:
             pass  # the store went with its rank
         return watch.lost(list(gone), next(iter(gone.values())))

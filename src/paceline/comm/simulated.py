@@ -7,6 +7,7 @@ one rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,9 +184,15 @@ class Collective:
     """One operation among the members of a group."""
 
     def __init__(
-        self, world: World, op: str, members: tuple[int, ...], x: Tensor, factor: Factor | None
+        self,
+        world: World,
+        op: str,
+        members: tuple[int, ...],
+        x: Tensor,
+        factor: Factor | None,
+        charged: bool,
     ) -> None:
-        self.op, self.members, self._factor = op, members, factor
+        self.op, self.members, self._factor, self._charged = op, members, factor, charged
         self._shape = (op, x.numel(), x.dtype)
         self.total = 0
         self.result: Tensor | None = None
@@ -242,9 +249,9 @@ class Collective:
             if self._factor is not None:
                 self.result *= self._factor(self.total)
         price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
-        cost = price(self.members, nbytes)
-        if cost.seconds > 0:
-            world.calendar.call(world.calendar.now_s + cost.seconds, self._complete)
+        seconds = price(self.members, nbytes).seconds if self._charged else 0.0
+        if seconds > 0:
+            world.calendar.call(world.calendar.now_s + seconds, self._complete)
         else:
             self._complete()
 
@@ -284,6 +291,7 @@ class SimulatedTransport(Transport):
         self.world, self.rank, self.size = world, rank, world.size
         self._baton, self._calendar = world.baton, world.calendar
         self._operations: dict[tuple[int, ...], int] = {}
+        self._charged = True
 
     # Waiting -------------------------------------------------------------------------------------
 
@@ -447,7 +455,9 @@ class SimulatedTransport(Transport):
         key = (members, number)
         part = self.world.collectives.get(key)
         if part is None:
-            part = self.world.collectives[key] = Collective(self.world, op, members, x, factor)
+            part = self.world.collectives[key] = Collective(
+                self.world, op, members, x, factor, self._charged
+            )
         part.arrive(self.rank, op, x, weight)
         return CollectiveWork(self, key, part, x)
 
@@ -482,6 +492,11 @@ class SimulatedTransport(Transport):
     def resume(self) -> None:
         self._baton.check(self.rank)
         self.world.generators.switch_to(self.rank)
+
+    def uncharged(self) -> SimulatedTransport:
+        free = copy(self)
+        free._charged = False
+        return free
 
     def close(self) -> None:
         self.world.depart(self.rank, "it has finished")

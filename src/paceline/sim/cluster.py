@@ -68,6 +68,9 @@ class Compute:
         step_s: what each step costs, whatever its batch.
         sample_s: what each sample costs, forward and backward.
         spread: each step's time is drawn from 1 - spread to 1 + spread of that.
+        lognormal: or from a lognormal distribution of this sigma and mean 1: now and then, long.
+        trace: or multiplied by these recorded factors, one step after the other; each rank begins
+            somewhere else in it.
         factors: slowness by rank, taken in turn; 2.0 takes twice as long.
         slow: slowness of single ranks, on top.
     """
@@ -75,17 +78,21 @@ class Compute:
     step_s: float = 0.0
     sample_s: float = 0.0
     spread: float = 0.0
+    lognormal: float = 0.0
+    trace: tuple[float, ...] = ()
     factors: tuple[float, ...] = (1.0,)
     slow: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "sample_s", "spread"):
+        for name in ("step_s", "sample_s", "spread", "lognormal"):
             at_least(name, getattr(self, name), 0)
         if self.spread >= 1:
             raise UsageError(f"spread ({self.spread}) must be below 1")
+        if sum(map(bool, (self.spread, self.lognormal, self.trace))) > 1:
+            raise UsageError("spread, lognormal and trace exclude each other")
         if not self.factors:
             raise UsageError("factors () must name at least one")
-        for factor in (*self.factors, *self.slow.values()):
+        for factor in (*self.factors, *self.slow.values(), *self.trace):
             above("factor", factor, 0)
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 from paceline.seeds import stream
-from paceline.sim.cluster import Cluster
+from paceline.sim.cluster import Cluster, Compute
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Costs:
@@ -15,8 +21,8 @@ class Costs:
         compute, self._loading = cluster.compute, cluster.loading
         factor = compute.factors[rank % len(compute.factors)] * compute.slow.get(rank, 1.0)
         self._step_s, self._sample_s = compute.step_s * factor, compute.sample_s * factor
-        self._spread = compute.spread
         self._random = stream(seed, "compute", rank)
+        self._varies = _variation(compute, self._random)
         self._asked_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
         self._loaded_s = 0.0
         self.slowdown = 1.0
@@ -24,7 +30,7 @@ class Costs:
     def gradient_s(self, samples: int) -> float:
         """How long forward and backward of ``samples`` take this time."""
         seconds = (self._step_s + self._sample_s * samples) * self.slowdown
-        return seconds * self._jitter() if self._spread else seconds
+        return seconds if self._varies is None else seconds * self._varies()
 
     def forward_s(self, samples: int) -> float:
         """How long a forward pass alone takes: a third, as backward costs about two of them."""
@@ -44,5 +50,16 @@ class Costs:
         self._asked_s.append(now_s)
         return max(0.0, self._loaded_s - now_s)
 
-    def _jitter(self) -> float:
-        return 1.0 + self._spread * float(2.0 * self._random.random() - 1.0)
+
+def _variation(compute: Compute, random: np.random.Generator) -> Callable[[], float] | None:
+    """What each step's time is multiplied by; None where it is always the same."""
+    if compute.spread:
+        return lambda: 1.0 + compute.spread * float(2.0 * random.random() - 1.0)
+    if compute.lognormal:
+        sigma = compute.lognormal
+        return lambda: float(random.lognormal(-sigma * sigma / 2, sigma))
+    if compute.trace:
+        start = int(random.integers(len(compute.trace)))
+        steps = islice(cycle(compute.trace), start, None)
+        return lambda: next(steps)
+    return None
