@@ -1,7 +1,9 @@
 """A plain script for any launcher: torchrun, Slurm, Ray, or none.
 
-torchrun --standalone --nproc-per-node 2 examples/torchrun.py
-python examples/torchrun.py
+On two workers, and on one:
+
+    torchrun --standalone --nproc-per-node 2 examples/torchrun.py
+    python examples/torchrun.py
 """
 
 import torch

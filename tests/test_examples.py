@@ -21,18 +21,21 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "PYTHONUNBUFFERED"}
 
 
-def run(*command, cwd):
-    """Run Python as from a terminal of its own; what it printed, line by line."""
+def run(folder, *command):
+    """Run Python as from a terminal of its own, in a folder that must stay empty; its lines."""
+    here, temporary = folder / "here", folder / "temporary"
+    here.mkdir(), temporary.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     ended = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env=environment,
+        cwd=here,
+        env={**environment, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+    assert not list(here.iterdir())
     return ended.stdout.splitlines()
 
 
@@ -78,33 +81,32 @@ def test_five_lines_make_a_loop_a_distributed_one():
 
 
 def test_the_plain_loop_learns(tmp_path):
-    told = accuracies(run(EXAMPLES / "before.py", cwd=tmp_path), r"epoch \d")
+    told = accuracies(run(tmp_path, EXAMPLES / "before.py"), r"epoch \d")
     assert len(told) == 3 and told[-1] > 0.75
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.transport("shared_memory")
 def test_the_same_loop_learns_on_two_workers(tmp_path):
-    lines = run(EXAMPLES / "after.py", cwd=tmp_path)
+    lines = run(tmp_path, EXAMPLES / "after.py")
     for epoch in (1, 2, 3):
         told = accuracies(lines, f"epoch {epoch}")
         assert len(told) == 2 and told[0] == told[1], "an epoch ends with an aggregation"
     assert told[0] > 0.75
-    assert len(lines) == 6 and not list(tmp_path.iterdir())
+    assert len(lines) == 6
 
 
 # torchrun.py -------------------------------------------------------------------------------------
 
 
 def test_the_plain_script_runs_alone(tmp_path):
-    (accuracy,) = accuracies(run(EXAMPLES / "torchrun.py", cwd=tmp_path), "workers 1")
+    (accuracy,) = accuracies(run(tmp_path, EXAMPLES / "torchrun.py"), "workers 1")
     assert accuracy > 0.7
 
 
 @pytest.mark.transport("distributed")
 def test_the_plain_script_runs_under_torchrun(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    lines = run(*launcher, EXAMPLES / "torchrun.py", cwd=tmp_path)
+    lines = run(tmp_path, *launcher, EXAMPLES / "torchrun.py")
     (accuracy,) = accuracies(lines, "workers 2")
     assert accuracy > 0.7 and len(lines) == 1
 
@@ -117,7 +119,7 @@ def test_a_method_of_ones_own_takes_less_than_60_lines():
 
 
 def test_the_own_method_is_compared_with_others(tmp_path):
-    header, *rows = run(EXAMPLES / "own_strategy.py", cwd=tmp_path)
+    header, *rows = run(tmp_path, EXAMPLES / "own_strategy.py")
     assert header.split()[:2] == ["strategy", "accuracy"]
     table = {row.split("(")[0].split()[0]: [float(n) for n in row.split()[-4:]] for row in rows}
     assert list(table) == ["allreduce", "sasgd", "Ring"]
@@ -171,13 +173,12 @@ def test_the_ring_refuses_an_interval_of_0(own_imports):
 
 @pytest.mark.transport("shared_memory")
 def test_a_run_stops_goes_on_and_leaves_a_model_for_everyone(tmp_path):
-    lines = run(EXAMPLES / "evaluate_and_save.py", cwd=tmp_path)
+    lines = run(tmp_path, EXAMPLES / "evaluate_and_save.py")
     epochs = [accuracies([line], rf"epoch {n + 1}") for n, line in enumerate(lines[:2])]
     epochs += [accuracies([line], rf"epoch {n + 3}") for n, line in enumerate(lines[3:5])]
     assert "going on" in lines[2] and all(len(told) == 1 for told in epochs)
     assert epochs[-1][0] > 0.75
     assert accuracies(lines[5:], "plain model") == epochs[-1]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_stop_changes_nothing_in_the_model(own_imports, tmp_path):

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from support import runs
 
 import paceline as pl
-from paceline.processes import run_ranks
+from paceline.processes import Nursery, run_ranks
 from paceline.reference import refer_to
 
 on_shared_memory = pytest.mark.transport("shared_memory")
@@ -86,7 +87,7 @@ import sys
 import paceline as pl
 from support.runs import train
 
-with pl.init(strategy="sasgd(interval=4)", seed=5, out=sys.argv[1]) as worker:
+with pl.init(strategy="sasgd(interval=3)", seed=5, out=sys.argv[1]) as worker:
     train(worker)
 """
 
@@ -111,7 +112,7 @@ def test_a_script_under_torchrun_trains_as_a_launched_one(one_thread, tmp_path):
         timeout=100,
     )
     assert ended.returncode == 0, ended.stderr
-    how = {"workers": 2, "strategy": "sasgd(interval=4)", "seed": 5}
+    how = {"workers": 2, "strategy": "sasgd(interval=3)", "seed": 5}
     pl.launch(runs.train, transport="distributed", out=tmp_path / "launch", **how)
     assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")
 
@@ -183,6 +184,43 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
         pl.launch(runs.train, arguments={"epochs": [value]})
 
 
+@pytest.mark.parametrize("value", [(1, 2), {0: 0.1}])
+def test_arguments_that_json_would_change_are_refused(value):
+    with pytest.raises(pl.UsageError, match="arguments must hold .* would become"):
+        pl.launch(runs.train, arguments={"samples": value})
+
+
+def test_a_refused_launch_leaves_the_folder_of_an_earlier_run(tmp_path):
+    (tmp_path / "model.safetensors").write_text("precious")
+    with pytest.raises(pl.UsageError, match="arguments"):
+        pl.launch(runs.train, arguments={"samples": object()}, out=tmp_path)
+    with pytest.raises(pl.UsageError, match="transport"):
+        pl.launch(runs.train, transport="tcp", out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@on_shared_memory
+def test_a_launch_in_a_thread_leaves_later_ones_alone():
+    Nursery.stop_idle()
+    thread = threading.Thread(target=pl.launch, args=(runs.log_surroundings,))
+    thread.start()
+    thread.join()
+    assert len(pl.launch(runs.log_surroundings, workers=2).metrics) == 2
+
+
+@on_shared_memory
+def test_a_script_that_launches_without_a_guard_is_told_to_have_one(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import paceline as pl\ndef train(worker):\n    pass\npl.launch(train, workers=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert 'has to stand under if __name__ == "__main__":' in done.stderr
+
+
 def test_what_is_not_there_is_refused():
     with pytest.raises(pl.UsageError, match=r"workers \(0\) must be at least 1"):
         pl.launch(runs.train, workers=0)
@@ -226,7 +264,6 @@ def test_a_distributed_run_on_one_host_listens_on_the_loopback_alone():
         assert record["ranks"] == 2
         assert len(record["listening"].split()) >= 2
         assert set(record["listening"].split()) <= {"127.0.0.1", "::1"}
-    assert all(address == "127.0.0.1" for _, address in runs.tcp_sockets(os.getpid()))
 
 
 # The folder --------------------------------------------------------------------------------------

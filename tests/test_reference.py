@@ -239,7 +239,7 @@ def test_plain_values_stay_what_they_are():
     assert plain_json("arguments", value) == value
 
 
-@pytest.mark.parametrize("value", [{"a": object()}, {"a": {1, 2}}, {"a": b"x"}])
+@pytest.mark.parametrize("value", [{"a": object()}, {"a": {1, 2}}, {"a": b"x"}, {"a": {1: 2}}])
 def test_values_that_json_cannot_hold_are_refused(value):
     with pytest.raises(UsageError, match=r"arguments must hold numbers, texts, lists and dicts"):
         plain_json("arguments", value)

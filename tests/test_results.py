@@ -44,7 +44,8 @@ SUMMARY = Summary(
     bytes_sent=1000,
     first_step_s=2.0,
     last_step_s=6.0,
-    end_s=7.0,
+    first_wall_s=102.0,
+    last_wall_s=106.0,
     wait_s=1.0,
     consensus=None,
 )
@@ -64,9 +65,8 @@ def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):
     book = RunBook(None, None)
     for record in logged:
         book.metric(record)
-    facts = {"seed": 0, "seconds": 4.0, "startup_seconds": 2.0, **facts}
-    count = len(summaries) if workers is None else workers
-    return book.result(strategy or AllReduce(), summaries, workers=count, **facts)
+    facts = {"workers": len(summaries) if workers is None else workers, "seed": 0, **facts}
+    return book.result(strategy or AllReduce(), summaries, began_s=100.0, **facts)
 
 
 def train(worker):
@@ -128,6 +128,12 @@ def test_waiting_is_a_share_of_the_time_from_the_first_step_to_the_last():
     assert SUMMARY.wait_share == 1.0 / (6.0 - 2.0)
     assert replace(SUMMARY, wait_s=0.0).wait_share == 0
     assert replace(SUMMARY, wait_s=4.0).wait_share == 1
+
+
+def test_seconds_are_on_the_walls_clock_from_the_first_step_on():
+    longer = replace(SUMMARY, rank=1, first_wall_s=103.0, last_wall_s=108.0)
+    run = result_of(longer, SUMMARY)
+    assert (run.startup_seconds, run.seconds) == (2.0, 5.0)
 
 
 def test_a_worker_whose_steps_took_no_time_has_not_waited():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -121,7 +122,7 @@ def test_a_merge_is_sorted_by_time_and_keeps_each_ranks_order(times_by_rank):
         merge(parts, folder / "trace.jsonl")
         merged = list(read(folder / "trace.jsonl"))
         assert [path.name for path in folder.iterdir()] == ["trace.jsonl"]
-    assert [record["t"] for record in merged] == sorted(sum(times_by_rank, []))
+    assert [record["t"] for record in merged] == sorted(chain(*times_by_rank))
     for rank, rank_times in enumerate(times_by_rank):
         mine = [(record["number"], record["t"]) for record in merged if record["rank"] == rank]
         assert mine == list(enumerate(rank_times))

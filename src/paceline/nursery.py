@@ -59,7 +59,6 @@ def die_with_parent() -> None:
 
 def serve(sock: socket.socket) -> None:
     """Fork ranks on request until the launcher is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -127,6 +126,8 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
 
 def main() -> None:
     """Load what every rank needs, then serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
     import torch

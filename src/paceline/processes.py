@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,33 +52,54 @@ class Nursery:
     """The launcher's end of :mod:`paceline.nursery`; it serves one run at a time."""
 
     _idle: ClassVar[list[Nursery]] = []
+    _choosing: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.ended: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        started = threading.Event()
+        threading.Thread(target=self._keep, args=(theirs, started), daemon=True).start()
+        started.wait()
+
+    def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
+        """Start the process and wait for its end: it dies with the thread that started it.
+
+        It ignores Ctrl-C, which is the launcher's to handle, from its first moment on.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         command = [sys.executable, "-m", "paceline.nursery", str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+                )
+        finally:
+            started.set()
+        self._process.wait()
 
     @classmethod
     @contextmanager
     def borrow(cls) -> Iterator[Nursery]:
         """A nursery that nobody else uses now: an idle one, or a new one."""
-        idle = [nursery for nursery in cls._idle if nursery._process.poll() is None]
-        nursery = idle[-1] if idle else cls()
-        with suppress(ValueError):
-            cls._idle.remove(nursery)
-        yield nursery
-        cls._idle.append(nursery)
+        cls.warm_up()
+        with cls._choosing:
+            nursery = cls._idle.pop() if cls._idle else cls()
+        try:
+            yield nursery
+        finally:
+            cls._idle.append(nursery)
 
     @classmethod
     def warm_up(cls) -> None:
         """Start a nursery for a run that comes soon, unless there is an idle one."""
-        if not cls._idle:
-            cls._idle.append(cls())
+        with cls._choosing:
+            for nursery in [nursery for nursery in cls._idle if nursery.has_ended()]:
+                cls._idle.remove(nursery)
+                nursery.socket.close()
+            if not cls._idle:
+                cls._idle.append(cls())
 
     @classmethod
     def stop_idle(cls) -> None:
@@ -85,7 +107,12 @@ class Nursery:
         while cls._idle:
             nursery = cls._idle.pop()
             nursery.socket.close()
-            nursery._process.wait()
+            if nursery._process is not None:
+                nursery._process.wait()
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, or never came."""
+        return self._process is None or self._process.poll() is not None
 
     def start(self, config: Message, fds: Sequence[int]) -> int:
         """Start a rank with file descriptors of its own; return its pid."""
@@ -148,6 +175,11 @@ def run_ranks(
     and its error is raised here.
     """
     size = len(arguments)
+    if in_rank:
+        raise UsageError(
+            "a rank must not launch: ranks read the script anew, so what starts the run has to"
+            ' stand under if __name__ == "__main__":'
+        )
     with Nursery.borrow() as nursery, _meeting_place(transport, size) as (place, fds):
         common = {
             **place,
@@ -212,7 +244,7 @@ def _supervise(
     by_pipe = {rank.pipe: rank for rank in ranks}
     failed_s: float | None = None
     while any(rank.code is None for rank in ranks):
-        ready, _, _ = select.select([nursery.socket.fileno(), *by_pipe], [], [], 0.2)
+        ready = _readable([nursery.socket.fileno(), *by_pipe])
         if nursery.socket.fileno() in ready:
             nursery.hear()
         for rank in ranks:
@@ -231,6 +263,14 @@ def _supervise(
             stage = signal.SIGTERM if now_s < failed_s + 2 * GRACE_S else signal.SIGKILL
             for rank in ranks:
                 rank.signal(stage)
+
+
+def _readable(fds: Sequence[int]) -> set[int]:
+    """Which of ``fds`` can be read, now or a little later."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(200)}
 
 
 def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage | None) -> None:
@@ -260,14 +300,16 @@ def _end(ranks: list[Rank], nursery: Nursery) -> None:
     """Leave no process behind, whatever happened."""
     for rank in ranks:
         rank.signal(signal.SIGKILL)
-    while any(rank.code is None for rank in ranks):
+    try:
+        while any(rank.code is None for rank in ranks):
+            for rank in ranks:
+                if rank.code is None and rank.pid in nursery.ended:
+                    rank.code = nursery.ended.pop(rank.pid)
+            if any(rank.code is None for rank in ranks):
+                nursery.hear()
+    finally:
         for rank in ranks:
-            if rank.code is None and rank.pid in nursery.ended:
-                rank.code = nursery.ended.pop(rank.pid)
-        if any(rank.code is None for rank in ranks):
-            nursery.hear()
-    for rank in ranks:
-        os.close(rank.pipe)
+            os.close(rank.pipe)
 
 
 def _raise_failure(ranks: list[Rank]) -> None:
@@ -292,7 +334,7 @@ def _raise_failure(ranks: list[Rank]) -> None:
 
 
 def _own_error(number: int, error: Message) -> PacelineError:
-    if error["type"] == "UsageError":
+    if error["usage"]:
         return UsageError(error["message"])
     return WorkerFailed(number, error["summary"], error["traceback"])
 
@@ -304,6 +346,10 @@ def _how_ended(code: int | None) -> str:
 
 
 # The rank's side ---------------------------------------------------------------------------------
+
+
+in_rank = False
+"""Whether this process is a rank; one cannot launch."""
 
 
 class Channel:
@@ -326,6 +372,8 @@ def rank_main(config: Message, fds: list[int]) -> int:
     os.chdir(config["cwd"])
     sys.path[:] = config["path"]
     channel = Channel(fds[0])
+    global in_rank
+    in_rank = True
     try:
         import torch
 
@@ -356,6 +404,7 @@ def _describe(error: BaseException) -> Message:
         "kind": "error",
         "type": type(error).__name__,
         "message": str(error),
+        "usage": isinstance(error, UsageError),
         "summary": summary_of(error),
         "traceback": user_traceback(error),
         "time_s": time.monotonic(),

@@ -24,7 +24,7 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
     if not name or "<" in name:
         raise UsageError(
-            f"{name or thing!r} must be defined at the top level of a module or script:"
+            f"{name or repr(thing)} must be defined at the top level of a module or script:"
             " other processes find it by its name"
         )
     if module not in ("__main__", _MAIN):
@@ -75,13 +75,15 @@ def unpack_strategy(packed: Reference) -> Strategy:
 
 
 def plain_json(name: str, value: Any) -> Any:
-    """``value``, if JSON can hold it."""
+    """``value``, if JSON can hold it as it is."""
+    rule = f"{name} must hold numbers, texts, lists and dicts only"
     try:
-        return json.loads(json.dumps(value))
-    except TypeError as error:
-        raise UsageError(
-            f"{name} must hold numbers, texts, lists and dicts only: {error}"
-        ) from None
+        copy = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{rule}: {error}") from None
+    if copy != value:
+        raise UsageError(f"{rule}: {value} would become {copy}")
+    return copy
 
 
 def _run_main(path: str) -> types.ModuleType:

@@ -19,9 +19,10 @@ from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.errors import PacelineError, UsageError, WorkerFailed
-from paceline.folder import RankFiles
+from paceline.folder import RankFiles, check_out
 from paceline.launched import launched_rank_and_size
-from paceline.processes import Channel, Message, run_ranks
+from paceline.options import one_of
+from paceline.processes import TRANSPORTS, Channel, Message, run_ranks
 from paceline.reference import (
     Reference,
     find,
@@ -81,7 +82,7 @@ def launch(
     check_real_workers(workers)
     device_of(device, 0)
     size = ranks_for(prototype, workers)
-    book = RunBook(out, on_metric)
+    one_of("transport", transport, TRANSPORTS)
     common: Message = {
         "train": train if isinstance(train, dict) else refer_to(train),
         "strategy": pack_strategy(prototype),
@@ -89,8 +90,9 @@ def launch(
         "seed": seed,
         "device": device,
         "arguments": plain_json("arguments", dict(arguments or {})),
-        "out": None if book.folder is None else str(book.folder.path),
+        "out": None if out is None else str(out),
     }
+    book = RunBook(out, on_metric)
     book.write_config({"world": transport, **common, "strategy": repr(prototype)})
     hear = {"metric": book.metric, "progress": on_progress or (lambda record: None)}
     try:
@@ -253,6 +255,8 @@ def init(
     """
     method = make_strategy(strategy)
     check_seed(seed)
+    if out is not None:
+        check_out(out)
     transport = _connect(limits or Limits(), rank_order)
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
     files = RankFiles(out, transport.rank)

@@ -103,7 +103,7 @@ def lose(how: str) -> None:
 
 
 def train_until_lost(worker: pl.Worker, rank: int, how: str, when: str = "step") -> None:
-    """One rank is killed or stops: at its ``start``, in a ``step``, or when its steps are done."""
+    """One rank is lost: at the ``start``, in a ``step``, at their ``end``, or ``after`` it all."""
     worker.log(pid=os.getpid())
     if (worker.rank, when) == (rank, "start"):
         lose(how)
@@ -113,6 +113,9 @@ def train_until_lost(worker: pl.Worker, rank: int, how: str, when: str = "step")
             lose(how)
         step(net, sgd)
     if (worker.rank, when) == (rank, "end"):
+        lose(how)
+    worker.finish()
+    if (worker.rank, when) == (rank, "after"):
         lose(how)
 
 

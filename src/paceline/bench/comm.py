@@ -6,7 +6,6 @@ hits all of them; a repeat counts for as long as its slowest rank took.
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.bench.gloo import free_port, join_gloo
 from paceline.comm.base import Comm, Transport
 from paceline.processes import Channel, run_ranks
 from paceline.reference import refer_to
@@ -29,9 +29,7 @@ def bench_comm(
     """Time shared memory, gloo and a plain copy; one row for each engine and size."""
     rows = []
     for count in workers:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        argument = {"sizes": sizes, "repeats": repeats, "port": port}
+        argument = {"sizes": sizes, "repeats": repeats, "port": free_port()}
         told = run_ranks(refer_to(time_engines), [argument] * count)
         for row in _rows(told, count, sizes):
             rows.append(row)
@@ -42,7 +40,7 @@ def bench_comm(
 def time_engines(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
     """On one rank: the seconds of each repeat, by size and engine."""
     comm = Comm(transport)
-    _join_gloo(comm, argument["port"])
+    join_gloo(comm, argument["port"])
     told: dict[str, dict[str, list[float]]] = {}
     for nbytes in argument["sizes"]:
         engines = _engines(comm, transport, nbytes // 4)
@@ -81,11 +79,6 @@ def _check(comm: Comm, x: Tensor) -> None:
     comm.all_reduce(x)
     expected = comm.size * (comm.size + 1) / 2
     assert bool((x == expected).all()), f"all-reduce gave {x}, expected {expected}"
-
-
-def _join_gloo(comm: Comm, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, comm.size, comm.rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
 
 
 def _rows(told: list[Any], workers: int, sizes: list[int]) -> list[dict[str, Any]]:

@@ -8,14 +8,12 @@ communication: each time is compared with its two neighbours, so that a slow mom
 from __future__ import annotations
 
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -27,6 +25,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from paceline.bench.gloo import free_port, join_gloo
 from paceline.comm.base import Comm, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.processes import Channel, run_ranks
@@ -43,9 +42,7 @@ Interval = tuple[float, float]
 
 def bench_step(workers: int, repeats: int) -> list[dict[str, Any]]:
     """Time a step of each way of training; one row each."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    argument = {"repeats": repeats, "port": port}
+    argument = {"repeats": repeats, "port": free_port()}
     told = run_ranks(refer_to(time_steps), [argument] * workers)
     rows, plain = [], []
     for what in told[0]:
@@ -82,10 +79,7 @@ def _interval_of_median(ordered: list[float]) -> Interval:
 def time_steps(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
     """On one rank: the seconds of a step, in each repeat, by way of training."""
     comm = Comm(transport)
-    store = dist.TCPStore(
-        "127.0.0.1", argument["port"], comm.size, comm.rank == 0, wait_for_workers=False
-    )
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    join_gloo(comm, argument["port"])
     ways = _ways(transport)
     seconds: dict[str, list[list[float]]] = {what: [] for what in ways if what != PLAIN}
     order = random.Random(0)

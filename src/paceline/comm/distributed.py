@@ -37,7 +37,7 @@ def connect_on_loopback(
     fd: int, port: int, rank: int, size: int, limits: Limits, started_s: float
 ) -> DistributedTransport:
     """Join the run of a launcher on this host, which listens at ``fd``."""
-    store = _store("127.0.0.1", port, rank, size, fd)
+    store = open_store("127.0.0.1", port, rank, size, fd)
     return _join(store, "127.0.0.1", rank, size, limits, started_s)
 
 
@@ -57,13 +57,15 @@ def connect_by_environment(limits: Limits, *, rank_order: bool = False) -> Distr
     except (KeyError, ValueError):
         raise UsageError("MASTER_PORT must be set to the port of rank 0, on every rank") from None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(host, port, size, False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = dist.TCPStore(host, port, size, False)
+        store = dist.PrefixStore(f"attempt_{attempt}", agent)
     else:
-        store = _store(host, port, rank, size, None)
+        store = open_store(host, port, rank, size)
     return _join(store, host, rank, size, limits, started_s, rank_order)
 
 
-def _store(host: str, port: int, rank: int, size: int, fd: int | None) -> dist.Store:
+def open_store(host: str, port: int, rank: int, size: int, fd: int | None = None) -> dist.Store:
     """A store of our own: rank 0 listens on the one address that was given, and on no other."""
     if rank != 0:
         if fd is not None:
