@@ -23,19 +23,18 @@ def accuracy(model):
         return (model(x_test).argmax(1) == y_test).float().mean().item()
 
 
-def train(worker, checkpoint, first, last):
-    """Train from epoch ``first`` to before ``last``; a first one above 0 goes on from a save."""
+def train(worker, checkpoint, epochs):
+    """Train for so many epochs in all; where something was saved, go on from there."""
     x_train, y_train, _, _ = load_images()
     loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer = worker.setup(model, optimizer)
     batches = worker.setup_dataloaders(loader)
-    if first > 0:
+    if Path(checkpoint).exists():
         worker.load(checkpoint)
-        batches.epoch = first  # the data goes on in the order of this epoch
 
-    for epoch in range(first, last):
+    for epoch in range(batches.epoch, epochs):
         for x, y in batches:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -46,9 +45,9 @@ def train(worker, checkpoint, first, last):
         worker.save(checkpoint)  # each worker writes its own part
 
 
-def run(folder, first, last):
+def run(folder, epochs):
     """Train on two workers; ``folder`` gets configuration, metrics, trace and model."""
-    how = {"checkpoint": str(folder / "checkpoint"), "first": first, "last": last}
+    how = {"checkpoint": str(folder / "checkpoint"), "epochs": epochs}
     result = pl.launch(train, workers=2, strategy="sasgd", arguments=how, out=folder)
     for record in result.metrics:
         print(f"epoch {record['epoch']}: accuracy {record['accuracy']:.3f}")
@@ -57,9 +56,9 @@ def run(folder, first, last):
 if __name__ == "__main__":
     with TemporaryDirectory() as name:
         folder = Path(name)
-        run(folder, first=0, last=2)
+        run(folder, epochs=2)
         print("stopped; going on")
-        run(folder, first=2, last=4)
+        run(folder, epochs=4)
 
         model = make_model()
         model.load_state_dict(load_file(folder / "model.safetensors"))

@@ -184,13 +184,13 @@ def test_a_run_stops_goes_on_and_leaves_a_model_for_everyone(tmp_path):
 def test_a_stop_changes_nothing_in_the_model(own_imports, tmp_path):
     from evaluate_and_save import train
 
-    def trained(name, *parts):
-        for first, last in parts:
-            how = {"checkpoint": str(tmp_path / name / "checkpoint"), "first": first, "last": last}
+    def trained(name, *stops):
+        for epochs in stops:
+            how = {"checkpoint": str(tmp_path / name / "checkpoint"), "epochs": epochs}
             out = tmp_path / name
             pl.simulate(train, workers=2, strategy="sasgd(interval=7)", arguments=how, out=out)
         return load_file(tmp_path / name / "model.safetensors")
 
-    whole, stopped = trained("whole", (0, 2)), trained("stopped", (0, 1), (1, 2))
+    whole, stopped = trained("whole", 2), trained("stopped", 1, 2)
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)

@@ -186,7 +186,7 @@ def test_arguments_that_json_cannot_hold_are_refused(value):
 
 @pytest.mark.parametrize("value", [(1, 2), {0: 0.1}])
 def test_arguments_that_json_would_change_are_refused(value):
-    with pytest.raises(pl.UsageError, match="arguments must hold .* would become"):
+    with pytest.raises(pl.UsageError, match=r"arguments must hold .* would become"):
         pl.launch(runs.train, arguments={"samples": value})
 
 
@@ -228,6 +228,13 @@ def test_what_is_not_there_is_refused():
         pl.launch(runs.train, workers=100_000)
     with pytest.raises(pl.UsageError, match=r'no strategy "alreduce"; did you mean "allreduce"'):
         pl.launch(runs.train, strategy="alreduce")
+
+
+@on_distributed
+def test_ranks_that_leave_one_after_the_other_do_not_wait_for_a_process_to_end(tmp_path):
+    argument = {"folder": str(tmp_path)}
+    told = run_ranks(refer_to(runs.leave_in_turn), [argument] * 3, transport="distributed")
+    assert told == [True] * 3
 
 
 # The processes -----------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ class DrawnBatch(NamedTuple):
 
 
 class PacedLoader:
-    """A DataLoader that shares its data with the other workers; each iteration is an epoch."""
+    """A DataLoader that shares its data with the other workers; each iteration is an epoch.
+
+    ``epoch`` is the number of the epoch that comes next, from 0.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], worker: Worker, sharing: Sharing, number: int

@@ -134,6 +134,7 @@ def unknown(kind: str, name: str, available: Iterable[str]) -> UsageError:
     no strategy "sagd"; did you mean "sasgd"? available: allreduce, sasgd
     """
     names = sorted(available)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f'; did you mean "{near[0]}"?' if near else ";"
+    by_lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f'; did you mean "{by_lower[near[0]]}"?' if near else ";"
     return UsageError(f'no {kind} "{name}"{hint} available: {", ".join(names) or "none"}')

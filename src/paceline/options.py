@@ -69,13 +69,20 @@ def parse_value(text: str) -> Any:
 
 
 def at_least(name: str, value: float, low: float) -> None:
-    """Refuse ``value`` below ``low``, and what is not a number."""
-    if not value >= low or math.isinf(value):
+    """Refuse ``value`` below ``low``, and what is not a finite number."""
+    if not value >= low:
         raise UsageError(f"{name} ({value}) must be at least {low}")
+    finite(name, value)
+
+
+def finite(name: str, value: float) -> None:
+    """Refuse infinity."""
+    if math.isinf(value):
+        raise UsageError(f"{name} ({value}) must be finite")
 
 
 def above(name: str, value: float, low: float) -> None:
-    """Refuse ``value`` unless it is above ``low``."""
+    """Refuse ``value`` unless it is above ``low``; infinity is."""
     if not value > low:
         raise UsageError(f"{name} ({value}) must be above {low}")
 

@@ -6,6 +6,7 @@ returns, a line of JSON each. Nothing is pickled.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -371,6 +372,9 @@ def rank_main(config: Message, fds: list[int]) -> int:
     os.environ.update(config["environment"])
     os.chdir(config["cwd"])
     sys.path[:] = config["path"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whole lines, so that ranks do not mix theirs
+            stream.reconfigure(line_buffering=True, write_through=False)
     channel = Channel(fds[0])
     global in_rank
     in_rank = True

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.options import build
 from paceline.strategies.base import Strategy
 
 _MAIN = "__paceline_main__"
+_JSON = "numbers, texts, lists and dicts only"
 Reference = dict[str, Any]
 
 
 def refer_to(thing: Callable[..., Any] | type) -> Reference:
     """Where a function or class can be found by another process of this program."""
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
-    if not name or "<" in name:
+    if not name or "<" in name or getattr(thing, "__self__", None) is not None:
         raise UsageError(
             f"{name or repr(thing)} must be defined at the top level of a module or script:"
             " other processes find it by its name"
@@ -65,25 +67,28 @@ def load_script(path: Path) -> types.ModuleType:
 def pack_strategy(strategy: Strategy) -> Reference:
     """A strategy as its class and its fields."""
     fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy) if f.init}
-    return {"class": refer_to(type(strategy)), "fields": plain_json("strategy", fields)}
+    return {"class": refer_to(type(strategy)), "fields": _as_json("strategy", fields)}
 
 
 def unpack_strategy(packed: Reference) -> Strategy:
     """The strategy that :func:`pack_strategy` packed."""
-    strategy: Strategy = find(packed["class"])(**packed["fields"])
-    return strategy
+    cls: type[Strategy] = find(packed["class"])
+    return build(cls, packed["fields"], cls.__name__)
 
 
 def plain_json(name: str, value: Any) -> Any:
     """``value``, if JSON can hold it as it is."""
-    rule = f"{name} must hold numbers, texts, lists and dicts only"
-    try:
-        copy = json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{rule}: {error}") from None
-    if copy != value:
-        raise UsageError(f"{rule}: {value} would become {copy}")
+    copy = _as_json(name, value)
+    if repr(copy) != repr(value):
+        raise UsageError(f"{name} must hold {_JSON}: {value} would become {copy}")
     return copy
+
+
+def _as_json(name: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} must hold {_JSON}: {error}") from None
 
 
 def _run_main(path: str) -> types.ModuleType:

@@ -72,6 +72,7 @@ class Worker:
         self._pace: Pace | None = None
         self._model: nn.Module | None = None
         self._loaders: dict[int, PacedLoader] = {}
+        self._epochs_to_resume: dict[int, int] = {}
         self._epochs: int | None = None
         self._epochs_done = 0.0
         self._finished = False
@@ -152,7 +153,8 @@ class Worker:
             raise UsageError(f"setup_dataloaders takes torch DataLoaders, got {kind}")
         if id(loader) not in self._loaders:
             number = len(self._loaders)
-            self._loaders[id(loader)] = PacedLoader(loader, self, data, number)
+            paced = self._loaders[id(loader)] = PacedLoader(loader, self, data, number)
+            paced.epoch = self._epochs_to_resume.get(number, 0)
         return self._loaders[id(loader)]
 
     def timed_loading(self, load: Callable[[], T]) -> T:
@@ -284,7 +286,10 @@ class Worker:
         return math.sqrt(float(square) / count) / norm if norm else 0.0
 
     def save(self, folder: str | Path) -> None:
-        """Write this worker's parameters, optimizer and strategy state; call it on every worker."""
+        """Write the state of this worker: call it on every worker, between two epochs.
+
+        Parameters, optimizer and strategy, and how many epochs each loader has begun.
+        """
         pace = self._running()
         pace.settle()
         state = {
@@ -293,12 +298,16 @@ class Worker:
             "strategy": self.strategy.state_dict(),
             "steps": pace.steps,
             "samples": pace.samples,
+            "epochs": [loader.epoch for loader in self._loaders.values()],
         }
         save_state(Path(folder), f"rank{self.rank}", state)
         self._transport.resume()
 
     def load(self, folder: str | Path) -> None:
-        """Take up what :meth:`save` wrote on this rank, after ``setup``."""
+        """Take up what :meth:`save` wrote on this rank; after ``setup``.
+
+        Loaders go on with the epoch that comes next; ``loader.epoch`` is its number.
+        """
         pace = self._running()
         state = load_state(Path(folder), f"rank{self.rank}")
         assert self._model is not None
@@ -306,6 +315,9 @@ class Worker:
         pace.replica.optimizer.load_state_dict(state["optimizer"])
         self.strategy.load_state_dict(state["strategy"])
         pace.steps, pace.samples = state["steps"], state["samples"]
+        self._epochs_to_resume = dict(enumerate(state["epochs"]))
+        for number, loader in enumerate(self._loaders.values()):
+            loader.epoch = self._epochs_to_resume.get(number, 0)
 
     # For the run ---------------------------------------------------------------------------------
 

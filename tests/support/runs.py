@@ -95,6 +95,19 @@ def log_sockets(worker: pl.Worker) -> None:
     step(net, sgd)
 
 
+def leave_in_turn(transport: Any, channel: Any, argument: dict[str, Any]) -> bool:
+    """Each rank leaves when those before it have; then it stays until all have, or it is late."""
+    while any(rank in transport.alive() for rank in range(transport.rank)):
+        time.sleep(0.001)
+    transport.close()
+    folder = Path(argument["folder"])
+    (folder / str(transport.rank)).touch()
+    late_s = time.monotonic() + 20
+    while len(list(folder.iterdir())) < transport.size and time.monotonic() < late_s:
+        time.sleep(0.001)
+    return time.monotonic() < late_s
+
+
 # Faults ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.cli.options import Training
 from paceline.errors import UsageError
 from paceline.folder import check_out
-from paceline.options import above, at_least
+from paceline.options import above, at_least, finite
 from paceline.seeds import check_seed
 from paceline.tasks.recipe import check_folder, check_model, find_folder
 
@@ -73,8 +73,7 @@ def _check_numbers(arguments: Mapping[str, Any]) -> None:
         at_least(name, arguments.get(name, 1), 1)
     lr = arguments.get("lr", 1.0)
     above("lr", lr, 0)
-    if lr == float("inf"):
-        raise UsageError(f"lr ({lr}) must be finite")
+    finite("lr", lr)
 
 
 def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:

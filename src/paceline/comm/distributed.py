@@ -31,6 +31,8 @@ from paceline.launched import launched_rank_and_size
 _OPS = ("all_reduce", "broadcast")
 _TICK = timedelta(seconds=0.25)
 _SIOCGIFADDR = 0x8915
+_POLL_S = 0.005
+_STAY_S = 1.0
 
 
 def connect_on_loopback(
@@ -348,12 +350,18 @@ class DistributedTransport(Transport):
             gone = {rank: gone.get(rank, "it has been stopped") for rank in stopped}
         try:
             first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
-            gone = {
-                r: gone.get(r, "it was lost to another rank") for r in map(int, first.split(","))
-            }
+            gone = {r: gone.get(r, "another rank lost it") for r in map(int, first.split(","))}
+            self._let_others_hear(self.size - len(gone))
         except RuntimeError:
             pass  # the store went with its rank
         return watch.lost(list(gone), next(iter(gone.values())))
+
+    def _let_others_hear(self, survivors: int) -> None:
+        """Rank 0 takes the store with it, so it stays a moment for those that are to ask it."""
+        heard, until_s = self._store.add("lost/heard", 1), time.monotonic() + _STAY_S
+        while self.rank == 0 and heard < survivors and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            heard = self._store.add("lost/heard", 0)
 
     # Clock and data ------------------------------------------------------------------------------
 
@@ -368,9 +376,24 @@ class DistributedTransport(Transport):
 
     def close(self) -> None:
         self._mail.close()
+        self._meet_to_part()
         self._peers.close()
         if self._owns_groups and self._mail.closed and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _meet_to_part(self) -> None:
+        """Wait until all have heard that all leave: a connection closed before then loses words."""
+        try:
+            heard = self._store.add("heard", 1)
+            while heard < self.size and len(self._lost_now()) < self.size - heard:
+                time.sleep(_POLL_S)
+                heard = self._store.add("heard", 0)
+        except RuntimeError:
+            pass  # the store went with rank 0, which had seen everyone part
+
+    def _lost_now(self) -> list[int]:
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return [rank for rank in others if self._peers.why_lost(rank) is not None]
 
 
 def _forever(limits: Limits) -> timedelta:

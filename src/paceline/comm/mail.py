@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -103,18 +102,13 @@ class Mail:
         """Say that this rank leaves, and wait until the others have, so that all can be told."""
         if self.rank in self._left:
             return
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        told = [dst for dst in others if self.why_gone(dst) is None]
-        for dst in told:
-            self._send_header(dst, Header(Kind.LEFT))
+        for dst in range(self.size):
+            if dst != self.rank and self._peers.why_lost(dst) is None:
+                self._send_header(dst, Header(Kind.LEFT))
         self._left.add(self.rank)
         while any(self.why_gone(rank) is None for rank in range(self.size)):
             with self._changed:
                 self._changed.wait(_TICK_S)
-        for dst in told:
-            work, _ = self._headers[dst][-1]
-            with suppress(RuntimeError):  # it may have died
-                work.wait(timedelta(seconds=self._limits.dead_s))
 
     @property
     def closed(self) -> bool:

@@ -235,6 +235,7 @@ class Collective:
 
     @property
     def over(self) -> bool:
+        """Whether every member has seen the end."""
         return self._left == 0
 
     def _combine(self) -> None:

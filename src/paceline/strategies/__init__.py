@@ -42,7 +42,8 @@ def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = Non
     A strategy object is copied, so that each run and each rank has its own.
     """
     if isinstance(spec, Strategy):
-        return dataclasses.replace(spec, **(settings or {}))
+        fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
+        return build(type(spec), fields | dict(settings or {}), strategy_name(spec))
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
     if match is None:
         raise UsageError(f'strategy ({spec}) must look like "sasgd" or "sasgd(interval=8)"')

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.options import above, at_least
+from paceline.options import above, at_least, finite
 from paceline.strategies.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class SASGD(Lockstep):
         at_least("warmup", self.warmup, 0)
         if self.global_lr is not None:
             above("global_lr", self.global_lr, 0)
+            finite("global_lr", self.global_lr)
         self.pending = 0
         self.lrs: list[float] = []
         self.lr_changed = False
