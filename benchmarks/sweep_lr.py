@@ -22,7 +22,7 @@ from paceline.tasks.fashion import train
 from paceline.tasks.recipe import EPOCHS, RATES
 
 WORKERS, SEEDS = 8, (1001, 1002, 1003)
-GRID = [0.005 * 2**k for k in range(8)]
+GRID = [0.005 * 2**k for k in range(6)]
 
 
 def accuracy(job: tuple[str, str, float, int]) -> float:

@@ -99,12 +99,10 @@ class PacedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
-        batches = iter(self._source.batches(epoch))
-        while (drawn := self._worker.timed_loading(lambda: next(batches, None))) is not None:
-            index, samples, share, batch = drawn
-            full = self._user_loader.batch_size or 0
-            self._worker.batch_arrived(DrawnBatch(epoch, index, samples, full, epoch + share))
-            yield _move(batch, self._worker.device)
+        worker, full = self._worker, self._user_loader.batch_size or 0
+        for index, samples, share, batch in self._source.batches(epoch):
+            worker.batch_arrived(DrawnBatch(epoch, index, samples, full, epoch + share))
+            yield batch if worker.device.type == "cpu" else _move(batch, worker.device)
 
     def __len__(self) -> int:
         """Batches of this worker in its next epoch; of a queue, an equal part of them."""
@@ -319,8 +317,6 @@ def _count(batch: Any) -> int:
 
 def _move(batch: Any, device: torch.device) -> Any:
     """The tensors of a batch on ``device``, in the batch's own structure."""
-    if device.type == "cpu":
-        return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

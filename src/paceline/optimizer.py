@@ -48,12 +48,21 @@ class PacedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the strategy; a ``closure`` is evaluated once, before it."""
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return self._step_with_hooks(closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it as it has the inner one's
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._pace.step(self._take_overflow())
         return loss
+
+    _step_with_hooks = Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 Metric = dict[str, Any]
 HEARTBEAT_S = 0.25
 """How often, at most, a worker tells how far it is."""
@@ -157,20 +156,14 @@ class Worker:
             paced.epoch = self._epochs_to_resume.get(number, 0)
         return self._loaders[id(loader)]
 
-    def timed_loading(self, load: Callable[[], T]) -> T:
-        """Fetch from a loader on the account of loading time."""
-        start_s = self._transport.now()
-        loaded = load()
-        self._transport.meter.loading_s += self._transport.now() - start_s
-        return loaded
-
     def batch_arrived(self, batch: DrawnBatch) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
         transport, costs, training = self._transport, self._costs, torch.is_grad_enabled()
         if costs is not None:
-            transport.load(costs.loading_s(batch.samples, transport.now()))
+            seconds = costs.loading_s(batch.samples, transport.now())
             if not training:
-                transport.compute(costs.forward_s(batch.samples))
+                seconds += costs.forward_s(batch.samples)
+            transport.compute(seconds)
         transport.note("batch", epoch=batch.epoch, index=batch.number, samples=batch.samples)
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
@@ -337,7 +330,7 @@ class Worker:
 
     @property
     def meter(self) -> Meter:
-        """What this worker has sent, and where its time went."""
+        """What this worker has sent, and how long it has waited."""
         return self._transport.meter
 
     def _running(self) -> Pace:

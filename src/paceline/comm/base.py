@@ -282,16 +282,25 @@ class Comm:
 
 def _vector(x: Tensor) -> Tensor:
     """``x`` as a vector of the same memory."""
-    from paceline.comm.dtypes import DTYPES
-
-    if x.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise UsageError(f"a message must not be of {x.dtype}, but one of {names}")
+    if x.dtype not in _known_dtypes:
+        _check_dtype(x.dtype)
     if x.dim() == 1 and x.is_contiguous() and not x.requires_grad:
         return x
     if not x.is_contiguous():
         raise UsageError(f"a message must be a contiguous tensor, got strides {x.stride()}")
     return x.detach().view(-1)
+
+
+_known_dtypes: set[Any] = set()
+
+
+def _check_dtype(dtype: Any) -> None:
+    from paceline.comm.dtypes import DTYPES
+
+    _known_dtypes.update(DTYPES)
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise UsageError(f"a message must not be of {dtype}, but one of {names}")
 
 
 def check_fit(like: Tensor, numel: int, dtype: Any, src: int, tag: int) -> None:

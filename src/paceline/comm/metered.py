@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Meter:
-    """What one rank has sent, and where its time went."""
+    """What one rank has sent, and how long it has waited for others."""
 
     bytes_sent: int = 0
     messages: int = 0
     wait_s: float = 0.0
-    compute_s: float = 0.0
-    loading_s: float = 0.0
 
 
 class MeteredTransport(Transport):
@@ -117,12 +115,6 @@ class MeteredTransport(Transport):
         return self.inner.now()
 
     def compute(self, seconds: float) -> None:
-        self.meter.compute_s += seconds
-        self.inner.compute(seconds)
-
-    def load(self, seconds: float) -> None:
-        """Let loading time pass: as :meth:`compute`, on another account."""
-        self.meter.loading_s += seconds
         self.inner.compute(seconds)
 
     def step_begins(self, step: int) -> None:

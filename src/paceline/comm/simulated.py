@@ -50,6 +50,7 @@ class World:
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
         self.joined_late = {f.rank: f.at_s or 0.0 for f in faults if f.kind == "join"}
         self._faults = [fault for fault in faults if fault.kind != "join"]
+        self.has_step_faults = any(fault.at_step is not None for fault in faults)
         self._lost: set[int] = set()
 
     def run(self, body: Callable[[SimulatedTransport], None]) -> None:
@@ -482,8 +483,9 @@ class SimulatedTransport(Transport):
             self._baton.sleep(self.rank, seconds)
 
     def step_begins(self, step: int) -> None:
-        for fault in self.world.faults_at(self.rank, step):
-            self.world.inject(fault)
+        if self.world.has_step_faults:
+            for fault in self.world.faults_at(self.rank, step):
+                self.world.inject(fault)
         self._baton.check(self.rank)
         self._baton.stay_frozen(self.rank)
 
