@@ -174,7 +174,7 @@ def simulate(
     check_faults(all_faults, size, prototype)
     book = RunBook(out, on_metric)
     world = World(place, size, seed=seed, limits=limits or Limits(), faults=all_faults)
-    trace = Trace(book.folder.trace if book.folder else None)
+    trace = Trace(book.folder.trace if book.folder else None, lambda: world.calendar.now_s)
     summaries: list[Summary] = []
 
     def body(transport: SimulatedTransport) -> None:
@@ -192,7 +192,7 @@ def simulate(
         except PacelineError:
             raise
         except Exception as error:
-            error.add_note(f"at {world.calendar.now_s:.6f} s of virtual time")
+            error.add_note(f"at {worker.comm.now():.6f} s of virtual time")
             raise WorkerFailed.of(worker.rank, error) from None
         summaries.append(Summary.of(worker))
         if book.folder is not None and worker.rank == 0 and worker.model is not None:

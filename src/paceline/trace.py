@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,9 +22,15 @@ Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
 
 
 class Trace:
-    """Collects records, writes them to a file if there is one, and hashes them."""
+    """Collects records, writes them to a file if there is one, and hashes them.
 
-    def __init__(self, path: Path | None = None) -> None:
+    Args:
+        path: the file.
+        clock: the time that no later record is before; records that come ahead of it are sorted in.
+    """
+
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
         self._file: TextIO | None = path.open("w", encoding="utf-8") if path else None
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
@@ -42,8 +50,14 @@ class Trace:
             self.flush()
 
     def flush(self) -> None:
-        """Hash and write what is buffered."""
-        records, self._records = self._records, []
+        """Hash and write what is buffered, up to the clock."""
+        self._emit(math.inf if self._clock is None else self._clock())
+
+    def _emit(self, until_s: float) -> None:
+        if self._clock is not None:
+            self._records.sort(key=_time)
+        end = bisect_left(self._records, until_s, key=_time)
+        records, self._records = self._records[:end], self._records[end:]
         lines = [f"{t!r} {rank} {event} {peer} {n}\n" for t, rank, event, peer, n, _ in records]
         self._digest.update("".join(lines).encode())
         if self._file is not None:
@@ -52,11 +66,15 @@ class Trace:
 
     def close(self) -> str:
         """Write the rest; return the SHA-256 over (time, rank, event, peer, bytes) in order."""
-        self.flush()
+        self._emit(math.inf)
         if self._file is not None:
             self._file.close()
             self._file = None
         return self._digest.hexdigest()
+
+
+def _time(record: Record) -> float:
+    return record[0]
 
 
 def merge(parts: Sequence[Path], path: Path) -> None:

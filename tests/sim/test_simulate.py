@@ -271,3 +271,23 @@ def test_the_limits_hold_in_virtual_time():
 
     with pytest.raises(pl.CommTimeout, match=r"waited 20 s in all_reduce for rank 0, alive"):
         pl.simulate(uneven, workers=2, limits=Limits(progress_limit_s=20.0))
+
+
+def test_a_freeze_in_the_middle_of_computing_delays_the_arrival():
+    def compute(worker):
+        worker.comm.compute(1.0 + worker.rank)
+        worker.comm.barrier()
+        worker.log(done=True)
+
+    frozen = [pl.freeze(rank=1, for_s=3.0).at(seconds=0.5)]
+    run = pl.simulate(compute, workers=3, cluster="ideal", faults=frozen)
+    assert [record["t"] for record in run.metrics] == [5.0] * 3
+
+
+def test_who_is_killed_while_computing_has_not_arrived():
+    def compute(worker):
+        worker.comm.compute(1.0 + worker.rank)
+        worker.comm.barrier()
+
+    with pytest.raises(pl.PeerLost, match="lost rank 2 in all_reduce after 1.00 s"):
+        pl.simulate(compute, workers=3, cluster="ideal", faults=[pl.kill(rank=2).at(seconds=2.0)])

@@ -95,6 +95,12 @@ class Transport(ABC):
     ) -> Work:
         """Start to sum ``x`` over ``members``; see :meth:`Comm.all_reduce`."""
 
+    def all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> int:
+        """The same, and wait for it."""
+        return self.start_all_reduce(x, weight, members, factor).wait()
+
     @abstractmethod
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         """Give every member the ``x`` of ``src``."""
@@ -226,12 +232,12 @@ class Comm:
             factor: given the sum of the weights, what to multiply the sum by on the way; a mean is
                 ``factor=lambda total: 1 / total``. It must be the same function on every rank.
         """
-        return self.start_all_reduce(x, weight, factor).wait()
+        _check_weight(weight)
+        return self.transport.all_reduce(_vector(x), weight, self.members, factor)
 
     def start_all_reduce(self, x: Tensor, weight: int = 1, factor: Factor | None = None) -> Work:
         """Start :meth:`all_reduce`; ``x`` belongs to the work until its ``wait``."""
-        if weight < 0:
-            raise UsageError(f"weight ({weight}) must be at least 0")
+        _check_weight(weight)
         return self.transport.start_all_reduce(_vector(x), weight, self.members, factor)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
@@ -242,7 +248,7 @@ class Comm:
         """Wait until every rank is here."""
         import torch
 
-        self.transport.start_all_reduce(torch.empty(0), 1, self.members).wait()
+        self.transport.all_reduce(torch.empty(0), 1, self.members)
 
     def group(self, ranks: Sequence[int]) -> Comm:
         """The same contract among some of the ranks, which it counts from 0 in their order."""
@@ -289,6 +295,11 @@ def _vector(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         raise UsageError(f"a message must be a contiguous tensor, got strides {x.stride()}")
     return x.detach().view(-1)
+
+
+def _check_weight(weight: int) -> None:
+    if weight < 0:
+        raise UsageError(f"weight ({weight}) must be at least 0")
 
 
 _known_dtypes: set[Any] = set()

@@ -102,6 +102,14 @@ class MeteredTransport(Transport):
             self, "all_reduce", self.inner.start_all_reduce(x, weight, members, factor)
         )
 
+    def all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> int:
+        self._sent("all_reduce", None, x.nbytes if weight else 0, members=len(members))
+        total: int = self._waiting(lambda: self.inner.all_reduce(x, weight, members, factor))
+        self.note("all_reduce_end")
+        return total
+
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         self._sent("broadcast", src, x.nbytes, members=len(members))
         self._waiting(lambda: self.inner.broadcast(x, src, members))

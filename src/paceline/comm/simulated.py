@@ -171,6 +171,7 @@ class Offer(Work):
         self._transport, self._message, self._dst = transport, message, dst
 
     def done(self) -> bool:
+        self._transport.pass_time()
         return self._message.taken
 
     def wait(self) -> int:
@@ -192,7 +193,9 @@ class Collective:
         x: Tensor,
         factor: Factor | None,
         charged: bool,
+        first: int,
     ) -> None:
+        self._first = first
         self.op, self.members, self._factor, self._charged = op, members, factor, charged
         self._shape = (op, x.numel(), x.dtype)
         self.total = 0
@@ -207,31 +210,37 @@ class Collective:
         """Those who are still waited for: the members that are missing, else all of them."""
         return iter([m for m in self.members if m not in self._inputs] or self.members)
 
-    def arrive(self, rank: int, op: str, x: Tensor, weight: int) -> None:
-        """Commit this rank's part; the last one to come sets the end."""
+    def check(self, rank: int, op: str, x: Tensor) -> None:
+        """Refuse a rank that calls something else."""
         shape = (op, x.numel(), x.dtype)
         if shape != self._shape:
             raise MessageMismatch(
-                f"rank {rank} calls {_describe(shape)} where rank {next(iter(self._inputs))} calls"
+                f"rank {rank} calls {_describe(shape)} where rank {self._first} calls"
                 f" {_describe(self._shape)}"
             )
+
+    def arrive(self, rank: int, x: Tensor, weight: int) -> None:
+        """Commit this rank's part; the last one to come sets the end."""
         self._inputs[rank] = (x, weight)
         if len(self._inputs) == len(self.members):
             self._combine()
 
-    def lost(self) -> PeerLost | None:
-        """The error of those who wait, when a member has gone before it arrived."""
+    def lost(self, rank: int) -> PeerLost | None:
+        """The error of ``rank``, which has arrived, when a member has gone before it did."""
+        if rank not in self._inputs:
+            return None
         departed = self._world.departed
         gone = [m for m in departed if m in self.members and m not in self._inputs]
         if not gone:
             return None
         return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
 
-    def wait(self, transport: SimulatedTransport) -> None:
+    def wait(self, transport: SimulatedTransport, after_s: float) -> None:
         """Wait for the end, and forget the operation when the last member has seen it."""
         if not self.done:
-            self._waiting.add(transport.rank)
-            transport.wait(self.op, self, self.lost)
+            rank = transport.rank
+            self._waiting.add(rank)
+            transport.wait(self.op, self, lambda: self.lost(rank), after_s=after_s)
         self._left -= 1
 
     @property
@@ -274,11 +283,23 @@ class CollectiveWork(Work):
     def __init__(self, transport: SimulatedTransport, key: Any, part: Collective, x: Tensor):
         self._transport, self._key, self._part, self._x = transport, key, part, x
 
+    def arrive(self, weight: int) -> None:
+        """Commit this rank's part."""
+        self._part.arrive(self._transport.rank, self._x, weight)
+
+    def arrive_late(self, weight: int) -> None:
+        """Commit the part of a rank that waits already; end its wait, if a member has gone."""
+        self.arrive(weight)
+        rank, part = self._transport.rank, self._part
+        if not part.done and (error := part.lost(rank)) is not None:
+            self._transport.world.baton.interrupt(rank, error)
+
     def done(self) -> bool:
+        self._transport.pass_time()
         return self._part.done
 
-    def wait(self) -> int:
-        self._part.wait(self._transport)
+    def wait(self, after_s: float = 0.0) -> int:
+        self._part.wait(self._transport, after_s)
         if self._part.result is not None:
             self._x.copy_(self._part.result)
         if self._part.over:
@@ -294,17 +315,25 @@ class SimulatedTransport(Transport):
         self._baton, self._calendar = world.baton, world.calendar
         self._operations: dict[tuple[int, ...], int] = {}
         self._charged = True
+        self._owed_s = 0.0
 
     # Waiting -------------------------------------------------------------------------------------
 
-    def wait(self, op: str, peers: Iterable[int], vigil: Vigil, patient: bool = False) -> None:
+    def wait(
+        self,
+        op: str,
+        peers: Iterable[int],
+        vigil: Vigil,
+        patient: bool = False,
+        after_s: float = 0.0,
+    ) -> None:
         """Wait to be woken; ``vigil`` tells, whenever a rank departs, whether to give up."""
         if (error := vigil()) is not None:
             raise error
         self.world.vigils[self.rank] = vigil
-        start_s = self._calendar.now_s
+        start_s = self._calendar.now_s + after_s
         try:
-            self._baton.wait(self.rank, op, peers, patient)
+            self._baton.wait(self.rank, op, peers, patient, after_s)
         except PeerLost as lost:
             waited_s = self._calendar.now_s - start_s
             raise PeerLost(lost.ranks, lost.op, lost.reason, waited_s) from None
@@ -326,16 +355,17 @@ class SimulatedTransport(Transport):
     # Messages ------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[int, ...]:
+        self.pass_time()
         return self.world.alive()
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
-        self._baton.check(self.rank)
+        self.pass_time()
         message = Message(self.rank, tag, x, False, self._calendar.now_s)
         self._leave(message, dst)
         return Offer(self, message, dst)
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        self._baton.check(self.rank)
+        self.pass_time()
         inbox = self.world.inboxes[dst]
         held = sum(message.posted and message.src == self.rank for message in inbox)
         if held >= MAILBOX_CAPACITY or dst in self.world.departed:
@@ -360,7 +390,7 @@ class SimulatedTransport(Transport):
             self.world.end_wait(dst)
 
     def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
-        self._baton.check(self.rank)
+        self.pass_time()
         while (message := self._find(sources, tag)) is None:
             self.world.receivers[self.rank] = (sources, tag)
             try:
@@ -370,7 +400,7 @@ class SimulatedTransport(Transport):
         return self._receive(message, like, op)
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        self._baton.check(self.rank)
+        self.pass_time()
         message = self._find(sources, tag)
         return None if message is None else self._receive(message, like, "poll")
 
@@ -411,14 +441,14 @@ class SimulatedTransport(Transport):
     # Windows -------------------------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> int:
-        self._baton.check(self.rank)
+        self.pass_time()
         previous = self.world.windows[self.rank]
         version = 1 if previous is None else previous[0] + 1
         self.world.windows[self.rank] = (version, x.clone())
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        self._baton.check(self.rank)
+        self.pass_time()
         network, op = self.world.network, f"peek at rank {src}"
         latency_s = network.link(self.rank, src).latency_s
         self._until(self._calendar.now_s + latency_s, op, (src,))
@@ -440,6 +470,18 @@ class SimulatedTransport(Transport):
     ) -> Work:
         return self._start("all_reduce", x, weight, members, factor)
 
+    def all_reduce(
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
+    ) -> int:
+        """In one wait: the time owed passes, then this rank arrives."""
+        owed_s, self._owed_s = self._owed_s, 0.0
+        if owed_s == 0:
+            return self._start("all_reduce", x, weight, members, factor).wait()
+        self._baton.check(self.rank)
+        work = self._join("all_reduce", x, members, factor)
+        self._baton.compute_then(self.rank, owed_s, lambda: work.arrive_late(weight))
+        return work.wait(after_s=owed_s)
+
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         self._start("broadcast", x, int(src == self.rank), members).wait()
 
@@ -451,22 +493,30 @@ class SimulatedTransport(Transport):
         members: tuple[int, ...],
         factor: Factor | None = None,
     ) -> Work:
-        self._baton.check(self.rank)
+        self.pass_time()
+        work = self._join(op, x, members, factor)
+        work.arrive(weight)
+        return work
+
+    def _join(
+        self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None
+    ) -> CollectiveWork:
+        """This rank's part in the group's next collective, in which it has not arrived yet."""
         number = self._operations.get(members, 0)
         self._operations[members] = number + 1
         key = (members, number)
         part = self.world.collectives.get(key)
         if part is None:
             part = self.world.collectives[key] = Collective(
-                self.world, op, members, x, factor, self._charged
+                self.world, op, members, x, factor, self._charged, self.rank
             )
-        part.arrive(self.rank, op, x, weight)
+        part.check(self.rank, op, x)
         return CollectiveWork(self, key, part, x)
 
     # Clock and data ------------------------------------------------------------------------------
 
     def ticket(self, queue: int, epoch: int) -> int | None:
-        self._baton.check(self.rank)
+        self.pass_time()
         state = self.world.queues.setdefault(queue, [epoch, 0])
         if state[0] > epoch:
             return None
@@ -476,14 +526,21 @@ class SimulatedTransport(Transport):
         return state[1] - 1
 
     def now(self) -> float:
-        return self._calendar.now_s
+        return self._calendar.now_s + self._owed_s
 
     def compute(self, seconds: float) -> None:
-        if seconds > 0:
-            self._baton.sleep(self.rank, seconds)
+        self._owed_s += seconds
+
+    def pass_time(self) -> None:
+        """Let the time pass that was computed, before the rank does what others can tell."""
+        self._baton.check(self.rank)
+        if self._owed_s > 0:
+            owed_s, self._owed_s = self._owed_s, 0.0
+            self._baton.sleep(self.rank, owed_s)
 
     def step_begins(self, step: int) -> None:
         if self.world.has_step_faults:
+            self.pass_time()
             for fault in self.world.faults_at(self.rank, step):
                 self.world.inject(fault)
         self._baton.check(self.rank)
@@ -497,9 +554,11 @@ class SimulatedTransport(Transport):
         self.world.generators.switch_to(self.rank)
 
     def uncharged(self) -> SimulatedTransport:
+        self.pass_time()
         free = copy(self)
         free._charged = False
         return free
 
     def close(self) -> None:
+        self.pass_time()
         self.world.depart(self.rank, "it has finished")

@@ -75,6 +75,7 @@ class RankState:
     turn: int = 0
     wait: Wait | None = None
     computing_until_s: float | None = None
+    then: Callable[[], None] | None = None
     interrupt: BaseException | None = None
     frozen_since_s: float | None = None
     held_wake: bool = False
@@ -123,13 +124,29 @@ class Baton:
         self._block(rank, state)
         state.computing_until_s = None
 
-    def wait(self, rank: int, op: str, peers: Iterable[int], patient: bool = False) -> None:
-        """Block until :meth:`wake`; ``op`` and ``peers`` say what for; ``patient``: for ever."""
+    def compute_then(self, rank: int, seconds: float, act: Callable[[], None]) -> None:
+        """Let time pass for ``rank``, which goes on to :meth:`wait`; then ``act`` in its place.
+
+        It blocks once, where :meth:`sleep`, the act and a wait would block twice.
+        """
         state = self.ranks[rank]
-        now_s = self.calendar.now_s
-        state.wait = Wait(op, peers, now_s, patient)
-        if self._alarm_s is None:
-            self._alarm_s = now_s + self._limit_s
+        state.then = act
+        state.computing_until_s = self.calendar.now_s + seconds
+        self.calendar.wake(state.computing_until_s, rank, state.turn)
+
+    def wait(
+        self, rank: int, op: str, peers: Iterable[int], patient: bool = False, after_s: float = 0.0
+    ) -> None:
+        """Block until :meth:`wake`; ``op`` and ``peers`` say what for; ``patient``: for ever.
+
+        It counts as a wait from ``after_s`` on: before that the rank computes.
+        """
+        state = self.ranks[rank]
+        since_s = self.calendar.now_s + after_s
+        state.wait = Wait(op, peers, since_s, patient)
+        alarm_s = since_s + self._limit_s
+        if self._alarm_s is None or alarm_s < self._alarm_s:
+            self._alarm_s = alarm_s
         try:
             self._block(rank, state)
         finally:
@@ -157,6 +174,7 @@ class Baton:
         if state.ended or isinstance(state.interrupt, Killed):
             return
         state.interrupt = error
+        state.then = None
         if isinstance(error, Killed):
             state.frozen_since_s = None
         if state.frozen_since_s is not None:
@@ -224,6 +242,7 @@ class Baton:
             self._locks[due].release()
             self._locks[rank].acquire()
         state.turn += 1
+        state.then = None
         if state.interrupt is not None:
             self.check(rank)
 
@@ -243,8 +262,11 @@ class Baton:
                 rank, turn, callback = self.calendar.pop()
                 if callback is not None:
                     self._call(callback)
-                elif self._is_due(self.ranks[rank], turn):
-                    return rank
+                elif self._is_due(state := self.ranks[rank], turn):
+                    if state.then is None:
+                        return rank
+                    act, state.then, state.computing_until_s = state.then, None, None
+                    self._call(act)
         return None
 
     def _is_due(self, state: RankState, turn: int) -> bool:
