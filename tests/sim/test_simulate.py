@@ -289,5 +289,5 @@ def test_who_is_killed_while_computing_has_not_arrived():
         worker.comm.compute(1.0 + worker.rank)
         worker.comm.barrier()
 
-    with pytest.raises(pl.PeerLost, match="lost rank 2 in all_reduce after 1.00 s"):
+    with pytest.raises(pl.PeerLost, match=r"lost rank 2 in all_reduce after 1\.00 s"):
         pl.simulate(compute, workers=3, cluster="ideal", faults=[pl.kill(rank=2).at(seconds=2.0)])
