@@ -102,6 +102,8 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
     """``value`` as ``hint``, where that loses nothing; the structure of TOML and no more."""
     origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None

@@ -195,7 +195,7 @@ def test_compare_fits_a_narrow_terminal(paceline, monkeypatch):
 def test_a_terminal_shows_a_bar_with_rate_loss_and_time_left(tmp_path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "sim", "--epochs", "2", "-w", "2", "--model", "mlp"],
+        [sys.executable, "-m", "paceline", "sim", "--epochs", "8", "-w", "4", "--model", "mlp"],
         stdout=theirs, stderr=theirs, cwd=tmp_path, env={**os.environ, "TERM": "xterm"},
     )  # fmt: skip
     os.close(theirs)
