@@ -11,20 +11,12 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 from support import runs
+from support.worlds import on_both, on_distributed, on_shared_memory
 
 import paceline as pl
 
 WORKERS = 4
 PATIENCE_S = 10.0
-on_shared_memory = pytest.mark.transport("shared_memory")
-on_distributed = pytest.mark.transport("distributed")
-on_both = pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param("shared_memory", marks=on_shared_memory),
-        pytest.param("distributed", marks=on_distributed),
-    ],
-)
 
 
 def shared_files():

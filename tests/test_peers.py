@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - its customary name
 from support.training import flat
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -22,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -104,7 +104,7 @@ def train(way: Way, transport: Any, dtype: torch.dtype) -> torch.Tensor:
         first = (step * transport.size + transport.rank) * BATCH
         x, y = (part[first : first + BATCH] for part in (images.x_train, images.y_train))
         optimizer.zero_grad()
-        F.cross_entropy(net(x.to(dtype)), y).backward()
+        cross_entropy(net(x.to(dtype)), y).backward()
         optimizer.step()
     return flat(net)
 

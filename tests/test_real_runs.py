@@ -17,20 +17,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support import runs
+from support.worlds import on_both, on_distributed, on_shared_memory
 
 import paceline as pl
 from paceline.processes import Nursery, run_ranks
 from paceline.reference import refer_to
-
-on_shared_memory = pytest.mark.transport("shared_memory")
-on_distributed = pytest.mark.transport("distributed")
-on_both = pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param("shared_memory", marks=on_shared_memory),
-        pytest.param("distributed", marks=on_distributed),
-    ],
-)
 
 
 @pytest.fixture

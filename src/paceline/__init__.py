@@ -1,8 +1,11 @@
 """Paceline: distributed training of PyTorch models when lockstep is the wrong answer.
 
->>> import paceline as pl
->>> pl.launch(train, workers=4, strategy="sasgd")        # real processes  # doctest: +SKIP
->>> pl.simulate(train, workers=64, strategy="sasgd")     # virtual time    # doctest: +SKIP
+.. code-block:: python
+
+    import paceline as pl
+
+    pl.launch(train, workers=4, strategy="sasgd")        # real processes
+    pl.simulate(train, workers=64, strategy="sasgd")     # virtual time
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Four ways to share a data set, each giving every sample once an epoch:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -215,7 +215,7 @@ class _Map:
         return batches[:-1] if short and self._loader.drop_last else batches
 
     def _fixed_shards(self) -> list[Indices]:
-        worker, samples = self._owner._worker, len(self._loader.dataset)  # type: ignore[arg-type]
+        worker, samples = self._owner._worker, _samples(self._loader)
         if isinstance(self._order(0), list) or not _is_plain(self._loader):
             raise UsageError(f"data ({self._owner.sharing}) must be used without a sampler")
         order = np.arange(samples)
@@ -237,11 +237,16 @@ class _Plan:
         return self._source.length(self._source._epoch)
 
 
+def _samples(loader: DataLoader[Any]) -> int:
+    """How many samples a map-style data set has; torch's type does not promise a length."""
+    return len(cast(Sized, loader.dataset))
+
+
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether the loader goes once over its data, in order or shuffled."""
     sampler = loader.sampler
     if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        return not sampler.replacement and sampler.num_samples == _samples(loader)
     return isinstance(sampler, Sequential)
 
 
@@ -249,9 +254,11 @@ def _order(
     loader: DataLoader[Any], seed: int, number: int
 ) -> Callable[[int], Indices | list[list[int]]]:
     """A function that gives an epoch's order: indices, or whole batches of the user's own."""
-    own_batches = type(loader.batch_sampler) is not BatchSampler
+    batch_sampler = loader.batch_sampler
+    assert batch_sampler is not None, "_Map has refused a loader without batches"
+    own_batches = type(batch_sampler) is not BatchSampler
     if not own_batches and _is_plain(loader):
-        samples = len(loader.dataset)  # type: ignore[arg-type]
+        samples = _samples(loader)
         if isinstance(loader.sampler, RandomSampler):
             return lambda epoch: stream(seed, "data", number, epoch).permutation(samples)
         return lambda epoch: np.arange(samples)
@@ -260,7 +267,7 @@ def _order(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(stream(seed, "data", number, epoch).integers(2**31)))
             if own_batches:
-                return [list(batch) for batch in loader.batch_sampler]  # type: ignore[union-attr]
+                return [list(batch) for batch in batch_sampler]
             return np.fromiter(loader.sampler, dtype=np.int64)
 
     return drawn

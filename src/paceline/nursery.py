@@ -135,7 +135,7 @@ def main() -> None:
     import paceline.comm.distributed
     import paceline.comm.shared_collective
     import paceline.processes
-    import paceline.run  # noqa: F401
+    import paceline.run  # noqa: F401 - loaded for the ranks, not used here
 
     torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch loads its compiler at the first one
     gc.collect()

@@ -32,17 +32,17 @@ class PacedOptimizer(Optimizer):
         super().__setstate__({"inner": inner, "_pace": pace})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch: an attribute
         """The inner optimizer's groups."""
         return self.inner.param_groups
 
     @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]  # torch: an attribute
         """The inner optimizer's state."""
         return self.inner.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # torch: an attribute
         """The inner optimizer's defaults."""
         return self.inner.defaults
 

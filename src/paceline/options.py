@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from paceline.errors import UsageError, unknown
 
@@ -20,10 +20,9 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if key not in hints:
             raise UsageError(f"{where}: {unknown('option', key, hints)}")
     typed = {key: _convert(value, hints[key], key, where) for key, value in values.items()}
-    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]  # type: ignore[arg-type]
-    for name in required:
-        if name not in typed:
-            raise UsageError(f"{where}: {name} is missing")
+    for field in dataclasses.fields(cast(Any, cls)):
+        if _is_required(field) and field.name not in typed:
+            raise UsageError(f"{where}: {field.name} is missing")
     try:
         return cls(**typed)
     except UsageError as error:
@@ -121,7 +120,7 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
             for k, v in value.items()
         }
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return build(hint, value, f"{where}, [{name}]")  # type: ignore[arg-type]
+        return build(cast(type[Any], hint), value, f"{where}, [{name}]")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

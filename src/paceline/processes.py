@@ -260,10 +260,17 @@ def _supervise(
         now_s = time.monotonic()
         if failed_s is None and any(rank.failed for rank in ranks):
             failed_s = now_s
-        if failed_s is not None and now_s > failed_s + GRACE_S:
-            stage = signal.SIGTERM if now_s < failed_s + 2 * GRACE_S else signal.SIGKILL
-            for rank in ranks:
-                rank.signal(stage)
+        if failed_s is not None:
+            _hasten(ranks, processes, now_s - failed_s)
+
+
+def _hasten(ranks: list[Rank], processes: Processes, since_s: float) -> None:
+    """After a failure: end who is stopped and cannot end by itself, the others after a while."""
+    for rank in ranks:
+        if rank.code is None and processes.is_stopped(rank.number):
+            rank.signal(signal.SIGKILL)
+        elif since_s > GRACE_S:
+            rank.signal(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
 
 
 def _readable(fds: Sequence[int]) -> set[int]:
@@ -315,11 +322,12 @@ def _end(ranks: list[Rank], nursery: Nursery) -> None:
 
 def _raise_failure(ranks: list[Rank]) -> None:
     """Raise the error that began it: a rank's own first, then a rank that died, then a wait."""
-    errors = sorted((rank for rank in ranks if rank.error), key=lambda r: r.error["time_s"])  # type: ignore[index]
-    witnesses = [rank.error for rank in errors if rank.error and "ranks" in rank.error]
-    for rank in errors:
-        if rank.error and "ranks" not in rank.error:
-            raise _own_error(rank.number, rank.error)
+    told = [(rank.number, rank.error) for rank in ranks if rank.error is not None]
+    told.sort(key=lambda failed: failed[1]["time_s"])
+    for number, error in told:
+        if "ranks" not in error:
+            raise _own_error(number, error)
+    witnesses = [error for _, error in told]
     dead = [rank for rank in ranks if rank.failed and rank.error is None]
     dead = [rank for rank in dead if rank.reason or not rank.signalled]
     if dead:

@@ -16,11 +16,26 @@ from paceline.cli import main
 from paceline.strategies import STRATEGIES
 
 KEYS = {
-    "strategy", "workers", "seed", "steps", "samples", "loss", "accuracy", "seconds",
-    "startup_seconds", "virtual_seconds", "bytes_sent", "wire_bytes", "wait_share",
-    "staleness_mean", "staleness_max", "consensus_distance", "trace_hash", "lost_workers",
+    "strategy",
+    "workers",
+    "seed",
+    "steps",
+    "samples",
+    "loss",
+    "accuracy",
+    "seconds",
+    "startup_seconds",
+    "virtual_seconds",
+    "bytes_sent",
+    "wire_bytes",
+    "wait_share",
+    "staleness_mean",
+    "staleness_max",
+    "consensus_distance",
+    "trace_hash",
+    "lost_workers",
     "joined_workers",
-}  # fmt: skip
+}
 SCRIPT = """
 import os, signal, torch
 def train(worker, epochs=1, how="well"):
@@ -84,9 +99,12 @@ def test_a_simulated_run_repeats_in_another_process(outcome, tmp_path):
     here, other = outcome(*line), outcome(*line[:-1], "8")
     done = subprocess.run(
         [sys.executable, "-m", "paceline", *line, "--json"],
-        capture_output=True, text=True, cwd=tmp_path, check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
         env={**os.environ, "PYTHONHASHSEED": "12"},
-    )  # fmt: skip
+    )
     there = json.loads(done.stdout)
     for key in ("trace_hash", "accuracy", "loss", "virtual_seconds", "bytes_sent", "steps"):
         assert here[key] == there[key] is not None, key
@@ -96,10 +114,26 @@ def test_a_simulated_run_repeats_in_another_process(outcome, tmp_path):
 def test_torchrun_starts_a_run_too(tmp_path):
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "--rdzv-endpoint", "127.0.0.1:0", "-m", "paceline",
-         "run", "--steps", "5", "--json", "--out", "there"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            *launcher,
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+            "-m",
+            "paceline",
+            "run",
+            "--steps",
+            "5",
+            "--json",
+            "--out",
+            "there",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     told = json.loads(line)
@@ -196,8 +230,11 @@ def test_a_terminal_shows_a_bar_with_rate_loss_and_time_left(tmp_path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "sim", "--epochs", "8", "-w", "4", "--model", "mlp"],
-        stdout=theirs, stderr=theirs, cwd=tmp_path, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm"},
+    )
     os.close(theirs)
     shown = b""
     try:

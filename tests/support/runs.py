@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +40,7 @@ def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
     for _ in range(epochs):
         for inputs, targets in batches:
             sgd.zero_grad()
-            loss = F.cross_entropy(net(inputs), targets)
+            loss = cross_entropy(net(inputs), targets)
             loss.backward()
             sgd.step()
             worker.log(loss=loss)

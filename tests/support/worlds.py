@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from paceline.comm.base import Limits
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.processes import run_ranks
@@ -14,6 +16,15 @@ from paceline.sim.cluster import load_cluster
 from paceline.sim.faults import Fault
 
 TRANSPORTS = ("simulated", "shared_memory", "distributed")
+on_shared_memory = pytest.mark.transport("shared_memory")
+on_distributed = pytest.mark.transport("distributed")
+on_both = pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param("shared_memory", marks=on_shared_memory),
+        pytest.param("distributed", marks=on_distributed),
+    ],
+)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its customary name
+from torch.nn.functional import cross_entropy
 
 from paceline.comm.base import Comm, Limits
 from paceline.comm.simulated import SimulatedTransport, World
@@ -119,5 +119,5 @@ def _simulated_s(workers: int, model: str, steps: int) -> float:
 
 def _step(net: torch.nn.Module, sgd: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     sgd.zero_grad()
-    F.cross_entropy(net(x), y).backward()
+    cross_entropy(net(x), y).backward()
     sgd.step()

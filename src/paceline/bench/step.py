@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -22,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -128,7 +128,7 @@ def _stepper(net: nn.Module, optimizer: Any, after: Step | None = None) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
+        cross_entropy(net(x), y).backward()
         optimizer.step()
         if after is not None:
             after()

@@ -20,6 +20,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
+from paceline.cli.train import Job
 from paceline.options import at_least
 from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
@@ -66,22 +67,10 @@ def run(
     device: Device = "cpu",
 ) -> None:
     """Train in real processes, of this machine or a launcher."""
-    from paceline.cli.train import real
-
-    task, screen = find_task(training), training.screen()
-    method = make_strategy(strategy, parse_settings(training.settings))
-    result = real(
-        screen,
-        task,
-        method,
-        workers=workers,
-        seed=training.seed,
-        out=training.out,
-        transport=transport,
-        device=device,
-    )
+    job, screen = _job(training, strategy), training.screen()
+    result = job.run(screen, workers, transport, device)
     if result is not None:
-        show_result(screen, result, task.name, "real processes")
+        show_result(screen, result, job.task.name, "real processes")
 
 
 @command(app, epilog=_CLUSTERS)
@@ -94,14 +83,14 @@ def sim(
     ] = CLUSTER,
 ) -> None:
     """Train in virtual time, on a simulated cluster."""
-    from paceline.cli.train import virtual
+    job, screen, place = _job(training, strategy), training.screen(), load_cluster(cluster)
+    show_result(screen, job.simulate(screen, workers, place), job.task.name, place.name)
 
-    task, screen, place = find_task(training), training.screen(), load_cluster(cluster)
+
+def _job(training: Training, strategy: str) -> Job:
+    task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
-    result = virtual(
-        screen, task, method, workers=workers, seed=training.seed, out=training.out, cluster=place
-    )
-    show_result(screen, result, task.name, place.name)
+    return Job(task=task, strategy=method, seed=training.seed, out=training.out)
 
 
 @command(app, epilog=_CLUSTERS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Screen, number, seconds, size
 from paceline.cli.task import Task
-from paceline.cli.train import real, virtual
+from paceline.cli.train import Job
 from paceline.errors import UsageError, unknown
 from paceline.options import field_types
 from paceline.strategies import STRATEGIES, make_strategy
@@ -61,15 +61,10 @@ class Comparison:
     def _run(
         self, screen: Screen, strategy: Strategy, workers: int, cluster: Cluster | None, out: Path
     ) -> Result:
+        job = Job(task=self.task, strategy=strategy, seed=self.seed, out=out)
         if cluster is not None:
-            return virtual(
-                screen, self.task, strategy, workers=workers, seed=self.seed, out=out,
-                cluster=cluster,
-            )  # fmt: skip
-        result = real(
-            screen, self.task, strategy, workers=workers, seed=self.seed, out=out,
-            transport=self.transport, device=self.device,
-        )  # fmt: skip
+            return job.simulate(screen, workers, cluster)
+        result = job.run(screen, workers, self.transport, self.device)
         assert result is not None, "a comparison starts its own processes"
         return result
 

@@ -51,7 +51,7 @@ class Processes:
 
     def why_stopped(self, rank: int) -> str | None:
         """Why ``rank`` counts as lost although it has not died; None while it does not."""
-        if not _is_stopped(self._pid_of(rank)):
+        if not self.is_stopped(rank):
             self._stopped_since_s.pop(rank, None)
             return None
         now_s = time.monotonic()
@@ -59,6 +59,10 @@ class Processes:
         if stopped_s < self._limits.dead_s:
             return None
         return f"it has been stopped for {stopped_s:.1f} s"
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is stopped now, for however short a time."""
+        return _is_stopped(self._pid_of(rank))
 
     def has_died(self, rank: int) -> bool:
         """Whether the process of ``rank`` has ended."""
@@ -110,7 +114,7 @@ class Peers:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether ``rank`` is stopped now, for however short a time; of this host's ranks only."""
-        return rank in self._pids and _is_stopped(self._pids[rank])
+        return rank in self._pids and self._processes.is_stopped(rank)
 
     def close(self) -> None:
         """End the heartbeat."""

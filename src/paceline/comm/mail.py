@@ -185,8 +185,9 @@ class Mail:
     def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
         """Wait for a message and take it."""
         while True:
-            ready = lambda: self._find(sources, tag)  # noqa: E731
-            src, header = self.wait(ready, sources, op, patient=op == "recv_any")
+            src, header = self.wait(
+                lambda: self._find(sources, tag), sources, op, patient=op == "recv_any"
+            )
             taken = self._take(src, header, like)
             if taken is not None:
                 return src, taken
@@ -260,9 +261,10 @@ class Mail:
             self._number += 1
             request = self._number
         self._send_header(src, Header(Kind.PEEK, number=request))
-        ready = lambda: self._windows.pop(request, None)  # noqa: E731
         try:
-            src, header = self.wait(ready, [src], f"peek at rank {src}")
+            src, header = self.wait(
+                lambda: self._windows.pop(request, None), [src], f"peek at rank {src}"
+            )
         except PeerLost:
             return None
         if header.version == 0:

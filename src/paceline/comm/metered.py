@@ -18,7 +18,6 @@ class Meter:
     """What one rank has sent, and how long it has waited for others."""
 
     bytes_sent: int = 0
-    messages: int = 0
     wait_s: float = 0.0
 
 
@@ -41,7 +40,6 @@ class MeteredTransport(Transport):
 
     def _sent(self, event: str, peer: int | None, nbytes: int, **more: Any) -> None:
         self.meter.bytes_sent += nbytes
-        self.meter.messages += 1
         self.note(event, peer, nbytes, **more)
 
     def _waiting(self, operation: Callable[[], Any]) -> Any:

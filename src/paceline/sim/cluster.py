@@ -186,7 +186,11 @@ PRESETS: dict[str, Cluster] = {
 
 
 def load_cluster(spec: str | os.PathLike[str] | Cluster) -> Cluster:
-    """A cluster from an object, a preset's name, or a TOML file (anything ending in ``.toml``)."""
+    """A cluster from an object, a preset's name, or a TOML file (anything ending in ``.toml``).
+
+    >>> load_cluster("ethernet-1g").network
+    Link(latency_s=5e-05, bytes_per_s=125000000.0)
+    """
     if isinstance(spec, Cluster):
         return spec
     text = os.fspath(spec)

@@ -72,7 +72,11 @@ class Fault:
 
 
 def kill(*, rank: int) -> Fault:
-    """End ``rank`` without a word, as ``kill -9`` does."""
+    """End ``rank`` without a word, as ``kill -9`` does.
+
+    >>> kill(rank=2).at(step=10)
+    Fault(kind='kill', rank=2, at_s=None, at_step=10, for_s=None, factor=None)
+    """
     return Fault(kind="kill", rank=rank)
 
 

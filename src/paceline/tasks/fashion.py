@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - its customary name
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
@@ -79,7 +79,7 @@ def train(
     for epoch in range(epochs):
         for x, y in batches:
             sgd.zero_grad()
-            loss = F.cross_entropy(net(x), y)
+            loss = cross_entropy(net(x), y)
             loss.backward()
             sgd.step()
             done += 1
@@ -107,7 +107,7 @@ def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[floa
         outputs = torch.cat([net(x.to(device)).cpu() for x in images.x_test.split(500)])
     net.train()
     accuracy = (outputs.argmax(1) == images.y_test).double().mean()
-    return float(F.cross_entropy(outputs, images.y_test)), float(accuracy)
+    return float(cross_entropy(outputs, images.y_test)), float(accuracy)
 
 
 def make_model(name: str) -> nn.Module:
