@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 TRANSPORTS = ("shared_memory", "distributed")
 GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
+HEAR_S = 0.5
+"""How long the others have to see for themselves that a rank is stopped, once one has said so."""
 
 Message = dict[str, Any]
 OnMessage = Callable[[int, Message], None]
@@ -267,7 +269,7 @@ def _supervise(
 def _hasten(ranks: list[Rank], processes: Processes, since_s: float) -> None:
     """After a failure: end who is stopped and cannot end by itself, the others after a while."""
     for rank in ranks:
-        if rank.code is None and processes.is_stopped(rank.number):
+        if since_s > HEAR_S and rank.code is None and processes.is_stopped(rank.number):
             rank.signal(signal.SIGKILL)
         elif since_s > GRACE_S:
             rank.signal(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)

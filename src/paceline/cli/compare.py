@@ -86,7 +86,7 @@ class Comparison:
         clock = "virtual time" if self.clusters else "time"
         columns = ["strategy", "workers", "accuracy"]
         if self.target is not None:
-            columns.append(f"to {self.target:g}")
+            columns.append(f"{self.target:g} after")
         columns += [clock, "waiting", "sent"]
         if len(self.clusters) > 1:
             columns.insert(1, "cluster")

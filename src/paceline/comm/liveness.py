@@ -39,15 +39,15 @@ class Processes:
         self._pid_of, self._limits = pid_of, limits
         self._pidfds: dict[int, int | None] = {}
         self._stopped_since_s: dict[int, float] = {}
+        self._lost: dict[int, str] = {}
 
     def why_lost(self, rank: int) -> str | None:
-        """Why ``rank`` is lost, or None while it is not."""
-        pid = self._pid_of(rank)
-        if pid == 0:
-            return None
-        if self.has_died(rank):
-            return "it died"
-        return self.why_stopped(rank)
+        """Why ``rank`` is lost, or None while it is not; who was lost once stays so."""
+        if rank not in self._lost and self._pid_of(rank):
+            reason = "it died" if self.has_died(rank) else self.why_stopped(rank)
+            if reason is not None:
+                self._lost[rank] = reason
+        return self._lost.get(rank)
 
     def why_stopped(self, rank: int) -> str | None:
         """Why ``rank`` counts as lost although it has not died; None while it does not."""
