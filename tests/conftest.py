@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 
@@ -11,6 +12,7 @@ from support.worlds import TRANSPORTS
 
 settings.register_profile("paceline", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("paceline")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

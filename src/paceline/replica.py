@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,39 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.flat import Allocate, Flat
+
+
+def read_settings(optimizer: Optimizer) -> list[float]:
+    """The numbers that a scheduler may change (lr, momentum, betas), group after group."""
+    numbers: list[float] = []
+    for group in optimizer.param_groups:
+        for name in _setting_names(optimizer):
+            value = group[name]
+            numbers += map(float, value if isinstance(value, (tuple, list)) else [value])
+    return numbers
+
+
+def write_settings(optimizer: Optimizer, numbers: Sequence[float]) -> None:
+    """Set what :func:`read_settings` gave, in the same order."""
+    left = iter(numbers)
+    for group in optimizer.param_groups:
+        for name in _setting_names(optimizer):
+            value = group[name]
+            if isinstance(value, Tensor):
+                value.fill_(next(left))
+            elif isinstance(value, (tuple, list)):
+                group[name] = tuple(next(left) for _ in value)
+            else:
+                group[name] = next(left)
+
+
+def _setting_names(optimizer: Optimizer) -> list[str]:
+    def is_number(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(is_number(item) for item in value)
+        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+    return [name for name, value in optimizer.defaults.items() if is_number(value)]
 
 
 class Replica:
@@ -34,12 +68,21 @@ class Replica:
 
     def local_update(self) -> None:
         """Clip if asked to, then run the user's optimizer, unless the gradient is infinite."""
-        if self.overflow:
-            return
+        if not self.overflow:
+            self.clip()
+            self.optimizer.step()
+
+    def clip(self) -> None:
+        """Clip the present gradient, if ``worker.clip_gradients`` was called for it."""
         if self.max_norm is not None:
             parameters = [span.parameter for span in self.flat.spans]
             torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
-        self.optimizer.step()
+            self.max_norm = None
+
+    def plain_move(self, v: Tensor) -> None:
+        """``x - lr * v``, each group with its own learning rate."""
+        for part, lr in zip(self.flat.groups, self.lrs(), strict=True):
+            self.flat.x[part].sub_(v[part], alpha=lr)
 
     def lrs(self) -> list[float]:
         """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""

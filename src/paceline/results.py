@@ -32,6 +32,9 @@ class Summary:
     last_wall_s: float
     wait_s: float
     consensus: float | None
+    stale_count: int = 0
+    stale_total: int = 0
+    stale_max: int = 0
 
     @classmethod
     def of(cls, worker: Worker) -> Summary:
@@ -50,6 +53,7 @@ class Summary:
             last_wall_s=last.wall_s,
             wait_s=last.wait_s - first.wait_s,
             consensus=worker.consensus,
+            **_staleness_of(worker),
         )
 
     def numbers(self) -> list[float]:
@@ -68,6 +72,17 @@ class Summary:
         """Waiting over all of the time between the first step and the last."""
         span_s = self.last_step_s - self.first_step_s
         return self.wait_s / span_s if span_s > 0 else 0.0
+
+
+def _staleness_of(worker: Worker) -> dict[str, int]:
+    if worker.pace is None or worker.pace.alone:
+        return {}
+    stale = worker.strategy.stale
+    return {
+        "stale_count": stale.count,
+        "stale_total": stale.total,
+        "stale_max": stale.maximum,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +182,7 @@ class RunBook:
         """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
         mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
         consensus = [s.consensus for s in mine if s.consensus is not None]
+        counted = sum(s.stale_count for s in mine)
         stale = 0 if strategy.synchronous else None
         known = {
             "virtual_seconds": None,
@@ -187,8 +203,8 @@ class RunBook:
             startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
-            staleness_mean=stale,
-            staleness_max=stale,
+            staleness_mean=sum(s.stale_total for s in mine) / counted if counted else stale,
+            staleness_max=max(s.stale_max for s in mine) if counted else stale,
             consensus_distance=consensus[0] if consensus else None,
             metrics=self.metrics,
             first_step_s=min((summary.first_step_s for summary in mine), default=0.0),

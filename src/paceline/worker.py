@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +20,7 @@ from paceline.checkpoint import load_state, save_state
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Sharing
-from paceline.errors import CommTimeout, PeerLost, PeersGone, UsageError
+from paceline.errors import CommTimeout, PeersGone, UsageError
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
 from paceline.replica import Replica
@@ -93,15 +94,21 @@ class Worker:
         alone = self.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
         self._model = model
-        self.strategy.bind(self.comm, replica, self.size)
+        self.strategy.bind(self.comm, replica, self.size, self.seed)
         if not alone:
-            self.strategy.setup(replica.flat.x)
-            self._serve_unless_worker(replica.flat.x)
-            self._share_the_rest(model)
+            self._start(replica.flat.x, model)
         if self.strategy.defers and not alone:
             _settle_before_reading(model, self.settle)
         self._transport.resume()
         return model, PacedOptimizer(optimizer, self._pace)
+
+    def _start(self, x: Tensor, model: nn.Module) -> None:
+        if self.rank not in self.comm.starters():
+            self.strategy.join(x)
+            return
+        self.strategy.setup(x)
+        self._serve_unless_worker(x)
+        self._share_the_rest(model)
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
@@ -115,7 +122,7 @@ class Worker:
         assert self._pace is not None
         trained = {id(span.parameter) for span in self._pace.replica.flat.spans}
         rest = [t for t in chain(model.parameters(), model.buffers()) if id(t) not in trained]
-        workers = Comm(self._transport.inner, range(self.size))
+        workers = Comm(self._transport.inner, self.strategy.first_workers())
         for dtype in sorted({t.dtype for t in rest}, key=str):
             tensors = [t.detach() for t in rest if t.dtype is dtype]
             together = torch.cat([t.reshape(-1) for t in tensors])
@@ -267,13 +274,9 @@ class Worker:
 
     def _consensus_distance(self, x: Tensor) -> float | None:
         """Root mean square distance of the workers to their mean, over the norm of the mean."""
-        workers = self.measuring()
         try:
-            mean = x.clone()
-            mean /= workers.all_reduce(mean)
-            square = (x - mean).double().square().sum().reshape(1).cpu()
-            count = workers.all_reduce(square)
-        except (PeerLost, CommTimeout):
+            mean, square, count = self.strategy.among_live(partial(_spread, x))
+        except CommTimeout:
             return None
         norm = float(mean.double().norm())
         return math.sqrt(float(square) / count) / norm if norm else 0.0
@@ -337,6 +340,15 @@ class Worker:
         if self._pace is None:
             raise UsageError("call worker.setup(model, optimizer) first")
         return self._pace
+
+
+def _spread(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, int]:
+    """The mean of all ``x``, the sum of their squared distances to it, and their number."""
+    workers = comm.uncharged()
+    mean = x.clone()
+    mean /= workers.all_reduce(mean)
+    square = (x - mean).double().square().sum().reshape(1).cpu()
+    return mean, square, workers.all_reduce(square)
 
 
 class _Settle:

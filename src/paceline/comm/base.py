@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import MessageMismatch, UsageError
+from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,14 @@ class Transport(ABC):
     def alive(self) -> tuple[int, ...]:
         """The ranks that have neither died nor left, this one included."""
 
+    def expected(self) -> tuple[int, ...]:
+        """Those alive, and those that are still to come."""
+        return self.alive()
+
+    def starters(self) -> tuple[int, ...]:
+        """The ranks that are here from the beginning; others come later."""
+        return tuple(range(self.size))
+
     @abstractmethod
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         """Offer ``x`` to ``dst``; the work is done when ``dst`` has taken it."""
@@ -74,8 +82,14 @@ class Transport(ABC):
         """Leave a copy of ``x`` in the mailbox of ``dst``; False when it is full or gone."""
 
     @abstractmethod
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
-        """Wait for a message of any of ``sources`` and take it."""
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
+        """Wait for a message of any of ``sources`` and take it.
+
+        Gives up when all of them are gone; with ``watch``, when one of them is that has left
+        no message: a :class:`~paceline.errors.PeerLost` then names it.
+        """
 
     @abstractmethod
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
@@ -148,11 +162,26 @@ class Comm:
         self.rank = self.members.index(transport.rank)
         self.size = len(self.members)
         self._window: Any = None
+        self._gone: set[int] = set()
 
     def alive(self) -> tuple[int, ...]:
         """The ranks that have neither died nor left, this one included."""
         alive = set(self.transport.alive())
         return tuple(rank for rank, world in enumerate(self.members) if world in alive)
+
+    def expected(self) -> tuple[int, ...]:
+        """Those alive, and those that are still to come."""
+        expected = set(self.transport.expected())
+        return tuple(rank for rank, world in enumerate(self.members) if world in expected)
+
+    def starters(self) -> tuple[int, ...]:
+        """The ranks that are here from the beginning; others come later."""
+        first = set(self.transport.starters())
+        return tuple(rank for rank, world in enumerate(self.members) if world in first)
+
+    def uncharged(self) -> Comm:
+        """The same for what only looks at the run: it counts nowhere, and takes no virtual time."""
+        return Comm(self.transport.uncharged(), self.members)
 
     # Two-sided -----------------------------------------------------------------------------------
 
@@ -173,6 +202,21 @@ class Comm:
             PeersGone: every other rank has left, and nothing is left to take.
         """
         src, x = self.transport.take(like, self._others(), tag, "recv_any")
+        return self.members.index(src), x
+
+    def recv_or_loss(self, like: Tensor, tag: int = 0) -> tuple[int, Tensor | None]:
+        """As :meth:`recv_any`; and once for each rank that died or left, ``(rank, None)``.
+
+        What a rank sent before it went comes first.
+        """
+        sources = [member for member in self._others() if member not in self._gone]
+        if not sources:
+            raise PeersGone
+        try:
+            src, x = self.transport.take(like, sources, tag, "recv_any", watch=True)
+        except PeerLost as lost:
+            self._gone.add(lost.rank)
+            return self.members.index(lost.rank), None
         return self.members.index(src), x
 
     def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:

@@ -288,8 +288,10 @@ class DistributedTransport(Transport):
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         return self._mail.post(x, dst, tag)
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
-        return self._mail.take(like, sources, tag, op)
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
+        return self._mail.take(like, sources, tag, op, watch)
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
         return self._mail.take_now(like, sources, tag)

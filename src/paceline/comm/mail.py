@@ -120,23 +120,31 @@ class Mail:
     # Waiting -------------------------------------------------------------------------------------
 
     def wait(
-        self, ready: Callable[[], Any], peers: Sequence[int], op: str, patient: bool = False
+        self,
+        ready: Callable[[], Any],
+        peers: Sequence[int],
+        op: str,
+        patient: bool = False,
+        any_loss: bool = False,
     ) -> Any:
-        """Wait until ``ready`` gives something, or all ``peers`` are gone."""
+        """Wait until ``ready`` gives something, or all ``peers`` are gone, or any of them is."""
         watch = Watch(op, self._limits, patient)
         while True:
             with self._changed:
                 if (value := ready()) is not None:
                     return value
-                if self._changed.wait(_TICK_S):
+                leaving = any_loss and not self._left.isdisjoint(peers)
+                if not leaving and self._changed.wait(_TICK_S):
                     continue
-            gone = [why for peer in peers if (why := self.why_gone(peer)) is not None]
+            gone = {peer: why for peer in peers if (why := self.why_gone(peer)) is not None}
             with self._changed:
                 value = ready()
             if value is not None:
                 return value
+            if gone and any_loss:
+                raise watch.lost(list(gone), next(iter(gone.values())))
             if len(gone) == len(peers):
-                raise PeersGone if op == "recv_any" else watch.lost(peers, gone[0])
+                raise PeersGone if op == "recv_any" else watch.lost(peers, gone[peers[0]])
             watch.keep_patience(peers)
 
     # Sending -------------------------------------------------------------------------------------
@@ -182,11 +190,13 @@ class Mail:
 
     # Taking --------------------------------------------------------------------------------------
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool
+    ) -> tuple[int, Tensor]:
         """Wait for a message and take it."""
         while True:
             src, header = self.wait(
-                lambda: self._find(sources, tag), sources, op, patient=op == "recv_any"
+                lambda: self._find(sources, tag), sources, op, op == "recv_any", watch
             )
             taken = self._take(src, header, like)
             if taken is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm.base import Factor, Transport, Work
+from paceline.errors import PeerLost
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class MeteredTransport(Transport):
     def alive(self) -> tuple[int, ...]:
         return self.inner.alive()
 
+    def expected(self) -> tuple[int, ...]:
+        return self.inner.expected()
+
+    def starters(self) -> tuple[int, ...]:
+        return self.inner.starters()
+
+    def uncharged(self) -> Transport:
+        return self.inner.uncharged()
+
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         self._sent("send", dst, x.nbytes, tag=tag)
         return _MeteredWork(self, "send", self.inner.start_send(x, dst, tag))
@@ -66,8 +76,15 @@ class MeteredTransport(Transport):
             self.note("post_refused", dst, tag=tag)
         return left
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
-        src, x = self._waiting(lambda: self.inner.take(like, sources, tag, op))
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
+        try:
+            src, x = self._waiting(lambda: self.inner.take(like, sources, tag, op, watch))
+        except PeerLost as lost:
+            if watch:
+                self.note("gone", lost.rank)
+            raise
         self.note("recv", src, x.nbytes, tag=tag)
         return src, x
 

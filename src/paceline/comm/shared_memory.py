@@ -163,13 +163,15 @@ class SharedMemoryTransport(Transport):
 
     def why_gone(self, rank: int) -> str | None:
         """Why ``rank`` is not here any more; None while it is."""
-        if self.words[self.layout.state(rank)] == _LEFT:
+        if self._has_left(rank):
             return "it has finished"
         return self._processes.why_lost(rank) if rank != self.rank else None
 
+    def _has_left(self, rank: int) -> bool:
+        return self.words[self.layout.state(rank)] == _LEFT
+
     def _has_ended(self, rank: int) -> bool:
-        left = self.words[self.layout.state(rank)] == _LEFT
-        return left or self._processes.has_died(rank)
+        return self._has_left(rank) or self._processes.has_died(rank)
 
     def close(self) -> None:
         self.words.announce(self.layout.state(self.rank), _LEFT)
@@ -229,23 +231,31 @@ class SharedMemoryTransport(Transport):
         self._sequence += 1
         self.words.announce(self.layout.bell(dst), self._sequence * self.size + self.rank)
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
-        watch, bell = None, self.layout.bell(self.rank)
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
+        patience, bell = None, self.layout.bell(self.rank)
         while (message := self.take_now(like, sources, tag)) is None:
             rung = self.words[bell]
-            if self._find(sources, tag) is None and not self.words.wait_change(bell, rung, TICK_S):
-                watch = watch or Watch(op, self._limits, patient=op == "recv_any")
-                self._look_for_senders(sources, tag, watch)
+            if self._find(sources, tag) is not None:
+                continue
+            leaving = watch and any(self._has_left(source) for source in sources)
+            if leaving or not self.words.wait_change(bell, rung, TICK_S):
+                patience = patience or Watch(op, self._limits, patient=op == "recv_any")
+                self._look_for_senders(sources, tag, patience, watch)
         return message
 
-    def _look_for_senders(self, sources: Sequence[int], tag: int, watch: Watch) -> None:
-        gone = [why for source in sources if (why := self.why_gone(source)) is not None]
-        if len(gone) < len(sources) or self._find(sources, tag) is not None:
-            watch.keep_patience(sources)
-        elif watch.op == "recv_any":
+    def _look_for_senders(
+        self, sources: Sequence[int], tag: int, patience: Watch, any_loss: bool
+    ) -> None:
+        gone = {source: why for source in sources if (why := self.why_gone(source)) is not None}
+        missed = len(gone) == len(sources) or (gone and any_loss)
+        if not missed or self._find(sources, tag) is not None:
+            patience.keep_patience(sources)
+        elif patience.op == "recv_any" and not any_loss:
             raise PeersGone
         else:
-            raise watch.lost(sources, gone[0])
+            raise patience.lost(list(gone), next(iter(gone.values())))
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
         found = self._find(sources, tag)

@@ -82,6 +82,10 @@ class World:
             if rank not in self.departed and late.get(rank, 0.0) <= now_s
         )
 
+    def expected(self) -> tuple[int, ...]:
+        """The ranks that have neither left nor died, those to come included."""
+        return tuple(rank for rank in range(self.size) if rank not in self.departed)
+
     @property
     def lost(self) -> tuple[int, ...]:
         """The ranks that died, or were frozen for too long."""
@@ -358,6 +362,13 @@ class SimulatedTransport(Transport):
         self.pass_time()
         return self.world.alive()
 
+    def expected(self) -> tuple[int, ...]:
+        self.pass_time()
+        return self.world.expected()
+
+    def starters(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank not in self.world.joined_late)
+
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         self.pass_time()
         message = Message(self.rank, tag, x, False, self._calendar.now_s)
@@ -389,12 +400,15 @@ class SimulatedTransport(Transport):
         if message.tag == tag and message.src in sources:
             self.world.end_wait(dst)
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
         self.pass_time()
+        no_more = partial(self._loss if watch else self._no_more, sources, tag, op)
         while (message := self._find(sources, tag)) is None:
             self.world.receivers[self.rank] = (sources, tag)
             try:
-                self.wait(op, sources, lambda: self._no_more(sources, tag, op), op == "recv_any")
+                self.wait(op, sources, no_more, op == "recv_any")
             finally:
                 del self.world.receivers[self.rank]
         return self._receive(message, like, op)
@@ -438,6 +452,15 @@ class SimulatedTransport(Transport):
         lost = self.lost(sources, op)
         return PeersGone() if lost and op == "recv_any" else lost
 
+    def _loss(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
+        """The first of ``sources`` that is gone and has left no message."""
+        inbox, departed = self.world.inboxes[self.rank], self.world.departed
+        left = {message.src for message in inbox if message.tag == tag}
+        for source in sources:
+            if source in departed and source not in left:
+                return PeerLost([source], op, departed[source], 0.0)
+        return None
+
     # Windows -------------------------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> int:
@@ -449,6 +472,9 @@ class SimulatedTransport(Transport):
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
         self.pass_time()
+        if not self._charged:
+            window = self.world.windows[src] if src not in self.world.departed else None
+            return None if window is None else (window[0], window[1].clone())
         network, op = self.world.network, f"peek at rank {src}"
         latency_s = network.link(self.rank, src).latency_s
         self._until(self._calendar.now_s + latency_s, op, (src,))

@@ -41,7 +41,9 @@ class SoloTransport(Transport):
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         return False
 
-    def take(self, like: Tensor, sources: Sequence[int], tag: int, op: str) -> tuple[int, Tensor]:
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
         raise PeersGone
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> None:

@@ -16,6 +16,15 @@ from paceline.strategies.base import Strategy
 STRATEGIES = {
     "allreduce": "paceline.strategies.allreduce:AllReduce",
     "sasgd": "paceline.strategies.sasgd:SASGD",
+    "hierarchical": "paceline.strategies.hierarchical:Hierarchical",
+    "diloco": "paceline.strategies.diloco:DiLoCo",
+    "downpour": "paceline.strategies.downpour:Downpour",
+    "easgd": "paceline.strategies.easgd:EASGD",
+    "cyclic": "paceline.strategies.cyclic:Cyclic",
+    "layered": "paceline.strategies.layered:Layered",
+    "gossip": "paceline.strategies.gossip:Gossip",
+    "ssp": "paceline.strategies.ssp:SSP",
+    "adpsgd": "paceline.strategies.adpsgd:ADPSGD",
 }
 """Name to class. A new method is one file, and one line here."""
 
@@ -85,7 +94,7 @@ def describe(name: str) -> dict[str, Any]:
         "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
         "paper": cls.paper,
         "options": options,
-        "synchronous": cls.synchronous,
+        "synchronous": cls().synchronous,
         "servers": len(cls().roles(2)) - 2,
     }
 

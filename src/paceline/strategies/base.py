@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,24 @@ if TYPE_CHECKING:
     from paceline.comm.base import Comm
     from paceline.replica import Replica
 
-WORKER = "worker"
+WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
+
+T = TypeVar("T")
+
+
+@dataclass
+class Staleness:
+    """How old what was applied was: in updates of a server, or in steps of the reader."""
+
+    count: int = 0
+    total: int = 0
+    maximum: int = 0
+
+    def note(self, age: int) -> None:
+        """Count one more."""
+        self.count += 1
+        self.total += age
+        self.maximum = max(self.maximum, age)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +50,13 @@ class Strategy(ABC):
         synchronous: whether workers wait for each other; shards the data, and not a queue, then.
         defers: whether a step may leave work to :meth:`settle`.
         state: the attributes that a checkpoint holds.
+
+    Attributes:
+        comm: the whole world; ranks below ``workers`` are the workers.
+        replica: this rank's model and optimizer.
+        workers: how many there are, or will be.
+        seed: of the run, for what a method draws.
+        stale: how old what this worker applied was.
     """
 
     paper: ClassVar[str] = ""
@@ -60,8 +85,12 @@ class Strategy(ABC):
     # The six verbs -------------------------------------------------------------------------------
 
     def setup(self, x: Tensor) -> None:
-        """Before step 0: everyone takes the parameters of rank 0."""
-        self.comm.broadcast(x)
+        """Before step 0: everyone who is here takes the parameters of rank 0."""
+        self.comm.group(self.comm.starters()).broadcast(x)
+
+    def join(self, x: Tensor) -> None:
+        """Instead of :meth:`setup`, of a worker that comes later: take what the others have."""
+        raise UsageError(f"{type(self).__name__} takes no worker in mid-run")
 
     @abstractmethod
     def step(self, x: Tensor, g: Tensor | None) -> None:
@@ -94,9 +123,28 @@ class Strategy(ABC):
 
     # What a method works with --------------------------------------------------------------------
 
-    def bind(self, comm: Comm, replica: Replica, workers: int) -> None:
+    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
         """Tie the strategy to its place in a run; called once, before :meth:`setup`."""
-        self.comm, self.replica, self.workers = comm, replica, workers
+        self.comm, self.replica, self.workers, self.seed = comm, replica, workers, seed
+        self.stale = Staleness()
+
+    def live_workers(self) -> list[int]:
+        """The workers that are here now, this one included."""
+        return [rank for rank in self.comm.alive() if rank < self.workers]
+
+    def first_workers(self) -> list[int]:
+        """The workers that are here from the beginning."""
+        return [rank for rank in self.comm.starters() if rank < self.workers]
+
+    def among_live(self, act: Callable[[Comm], T]) -> T:
+        """Let all workers that are left ``act`` together; again, if one is lost on the way."""
+        lost: set[int] = set()
+        while True:
+            left = [r for r in self.comm.expected() if r < self.workers and r not in lost]
+            try:
+                return act(self.comm.group(left))
+            except PeerLost as error:
+                lost.update(error.ranks)
 
     def local_update(self) -> None:
         """Run the user's own optimizer on the parameters and their gradients."""

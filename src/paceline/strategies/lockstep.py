@@ -11,10 +11,14 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paceline.comm.base import Comm
 
 # The weight of an all-reduce carries three counts: contributions below ODD, then flags. A whole
 # contribution is at most 1 << 24, so there is room for 1 << 14 workers.
@@ -56,10 +60,12 @@ class Lockstep(Strategy):
         while self.meet(x, 0):
             self._behind = True
         if self._someone_behind:
-            self._take_latest(x)
+            take_latest(self.comm, x, self.steps)
 
-    def _take_latest(self, x: Tensor) -> None:
-        steps = x.new_zeros(self.comm.size)
-        steps[self.comm.rank] = self.steps
-        self.comm.all_reduce(steps)
-        self.comm.broadcast(x, int(steps.argmax()))
+
+def take_latest(workers: Comm, x: Tensor, steps: int) -> None:
+    """Take the parameters of the worker that has made the most steps; it tells its own."""
+    counts = x.new_zeros(workers.size, dtype=torch.float64)
+    counts[workers.rank] = steps
+    workers.all_reduce(counts)
+    workers.broadcast(x, int(counts.argmax()))

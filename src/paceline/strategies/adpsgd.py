@@ -1,0 +1,125 @@
+"""AD-PSGD: asynchronous pairwise averaging that conserves the sum of the pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from paceline.options import at_least
+from paceline.parcel import Parcel
+from paceline.strategies.decentralised import Decentralised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.comm.base import Comm
+
+OFFER, MOVE = 1, 2
+
+
+@dataclass(kw_only=True)
+class ADPSGD(Decentralised):
+    r"""AD-PSGD: a worker and a peer become their mean, and nobody waits for it.
+
+    A worker offers its model to a random peer and goes on. The peer, at its next step, moves half
+    of the way to the offer and sends back the same move the other way, which the worker makes when
+    it arrives. Both moves are one exchange, made whole or not at all: their sum does not change.
+    When neither has moved in between, both are at their mean; steps made meanwhile are kept.
+
+    ======  ===========================================================
+    symbol  here
+    ======  ===========================================================
+    gamma   the learning rate of the user's optimizer
+    j       the peer of worker i, from ``topology``; never i itself
+    ======  ===========================================================
+
+    .. math::
+        x_i, x_j \leftarrow \tfrac{1}{2} (x_i + x_j) \ \text{ (as one)}, \qquad
+        x_i \leftarrow \mathrm{optimizer}(x_i, g_i(x_i'))
+
+    where :math:`x_i'` is the model as the gradient was taken, before the exchange.
+
+    Args:
+        interval: steps between offers.
+        topology: who may be picked: ``complete``, ``ring`` or ``exponential``.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     sgd.step()
+        ...     worker.finish()
+        ...     worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="adpsgd")
+        >>> [m["weight"] for m in run.metrics]
+        [-1.5, -1.5]
+
+    Faults: a slow worker answers late and delays nobody. One that died, left or is stopped for too
+    long is not picked any more; an offer that it has not answered moves nobody. A worker that comes
+    late takes the model of a live peer and takes part.
+
+    Bytes: one model each way for each exchange (with 24 bytes more), whatever the number of
+    workers; and one model each at the end, for the mean.
+
+    When to use: machines of unequal speed, links with no center. Unlike gossip it keeps the mean of
+    all models, and so drifts less. The learning rate is that of a worker's own batch (factor 1).
+
+    Reference: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient
+    descent", ICML 2018, algorithm 1; there a thread on each worker averages in its place.
+    """
+
+    paper: ClassVar[str] = "Lian, Zhang, Zhang, Liu, ICML 2018"
+    synchronous: ClassVar[bool] = False
+    state: ClassVar[tuple[str, ...]] = ("steps", "open")
+
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("interval", self.interval, 1)
+        self.open: list[int] = []
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        self._attend(x)
+        if self.steps % self.interval == 0:
+            self._offer(x)
+        self.local_update()  # with the gradient of the model as it was before the exchange
+        self.steps += 1
+        self.show(x)
+
+    def finish(self, x: Tensor) -> None:
+        """Answer what still comes until no offer is open anywhere; then take the mean."""
+        while self.among_live(self._count_open):
+            self._attend(x)
+        self.take_mean(x, self.steps > 0)
+
+    def _count_open(self, workers: Comm) -> int:
+        alive = self.comm.alive()
+        self.open = [peer for peer in self.open if peer in alive]
+        return workers.all_reduce(torch.zeros(1), len(self.open))
+
+    def _attend(self, x: Tensor) -> None:
+        """Make the moves that came back, then answer the offers of others."""
+        for peer, message in self.comm.poll(self.like(x), MOVE):
+            note, move = self.unwrap(message, x)
+            x.add_(move)
+            self.open.remove(peer)
+            self.stale.note(self.steps - round(note.steps))
+        for peer, message in self.comm.poll(self.like(x), OFFER):
+            note, theirs = self.unwrap(message, x)
+            move = (x - theirs).div_(2)
+            if self.comm.post(Parcel.of(note, move).buffer, peer, MOVE):
+                x.sub_(move)
+
+    def _offer(self, x: Tensor) -> None:
+        """Offer this model to a peer that has no open offer from here."""
+        peers = self.candidates(self.live_workers(), self.comm.rank)
+        peer = self.draw([peer for peer in peers if peer not in self.open], self.comm.rank)
+        if peer is not None and self.comm.post(self.wrap(x), peer, OFFER):
+            self.open.append(peer)

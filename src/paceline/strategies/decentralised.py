@@ -1,0 +1,114 @@
+"""What methods share whose workers meet in pairs, without a center.
+
+Every worker publishes its model after each step: peers read it, and so does who asks for the
+answer, the mean of those alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.errors import UsageError
+from paceline.parcel import Parcel
+from paceline.seeds import stream
+from paceline.strategies.base import Strategy
+from paceline.topology import Topology, neighbours
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Note(NamedTuple):
+    """The numbers that go with a model: when it was written, after how many steps, and the last?"""
+
+    time_s: float
+    steps: float
+    finished: float = 0
+
+
+@dataclass(kw_only=True)
+class Decentralised(Strategy):
+    """A method without a center; subclasses say how two workers meet."""
+
+    topology: Topology = "complete"
+
+    def __post_init__(self) -> None:
+        self.steps = 0
+
+    @property
+    def uses_gradient(self) -> bool:
+        return False
+
+    def exchange_bytes(self, nbytes: int) -> int:
+        """What one message with a model sends."""
+        return nbytes + 8 * len(Note._fields)
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        self.show(x)
+
+    def join(self, x: Tensor) -> None:
+        for peer in self.candidates(self.live_workers(), self.comm.rank):
+            if (seen := self.comm.peek(peer, self.like(x))) is not None:
+                x.copy_(self.unwrap(seen[1], x)[1])
+                self.show(x)
+                return
+        raise UsageError("no worker is left whose model a new one could take")
+
+    def answer(self, x: Tensor) -> Tensor:
+        """The mean of those alive, each as it last published; of this one, as it is."""
+        look, like, models = self.comm.uncharged(), self.like(x), []
+        for peer in self.live_workers():
+            if peer != self.comm.rank and (seen := look.peek(peer, like)) is not None:
+                models.append(self.unwrap(seen[1], x)[1])
+        mean = x.clone()
+        average(mean, models)
+        return mean
+
+    def take_mean(self, x: Tensor, trained: bool) -> None:
+        """At the end: the mean of all that have trained at all."""
+        self.among_live(lambda workers: workers.all_reduce(x, int(trained), lambda n: 1 / n))
+
+    # Peers ---------------------------------------------------------------------------------------
+
+    def candidates(self, peers: Sequence[int], rank: int) -> list[int]:
+        """Whom ``rank`` may pick among ``peers``, which are in order and hold it."""
+        places = neighbours(self.topology, peers.index(rank), len(peers))
+        return [peers[place] for place in places]
+
+    def draw(self, candidates: Sequence[int], rank: int) -> int | None:
+        """The one that ``rank`` picks at this step; the same whoever asks."""
+        if not candidates:
+            return None
+        return candidates[
+            int(stream(self.seed, "peer", rank, self.steps).integers(len(candidates)))
+        ]
+
+    # Models in messages --------------------------------------------------------------------------
+
+    def show(self, x: Tensor, finished: bool = False) -> None:
+        """Let others read this model."""
+        self.comm.publish(self.wrap(x, finished))
+
+    def wrap(self, x: Tensor, finished: bool = False) -> Tensor:
+        """A message with a model and its note."""
+        return Parcel.of(Note(self.comm.now(), self.steps, finished), x).buffer
+
+    def unwrap(self, message: Tensor, x: Tensor) -> tuple[Note, Tensor]:
+        """The note and the model of a message."""
+        parcel = Parcel(message, len(Note._fields), x.dtype)
+        return Note(*parcel.numbers.tolist()), parcel.vector
+
+    def like(self, x: Tensor) -> Tensor:
+        """Room for a message."""
+        return Parcel.empty(len(Note._fields), x).buffer
+
+
+def average(x: Tensor, models: Sequence[Tensor]) -> None:
+    """Make ``x`` the mean of itself and ``models``."""
+    for model in models:
+        x.add_(model)
+    if models:
+        x.div_(1 + len(models))

@@ -1,0 +1,135 @@
+"""DiLoCo: many local steps, then an outer Nesterov step on their mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.options import above, at_least, finite
+from paceline.strategies.lockstep import Lockstep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class DiLoCo(Lockstep):
+    r"""DiLoCo: local steps with the user's optimizer, an outer momentum step on their mean.
+
+    Each worker trains alone for H steps. What all of them moved, on average, is the gradient of an
+    outer optimizer, whose momentum carries the model further than plain averaging does.
+
+    ========  =====================================================================
+    symbol    here
+    ========  =====================================================================
+    H         ``interval`` (500 in the paper)
+    theta     ``reference``, the model that all agree on
+    outer lr  ``outer_lr``; the inner one is that of the user's optimizer
+    mu        ``outer_momentum``, Nesterov's, in torch's form
+    ========  =====================================================================
+
+    .. math::
+        \Delta = \frac{1}{p} \sum_i (\theta - x_i), \quad
+        v \leftarrow \mu v + \Delta, \quad
+        \theta \leftarrow \theta - \eta (\Delta + \mu v), \quad x_i \leftarrow \theta
+
+    Args:
+        interval: steps between outer steps.
+        outer_lr: learning rate of the outer step; 1 with no momentum averages the models.
+        outer_momentum: Nesterov momentum of the outer step.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     sgd.step()
+        ...     worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="diloco(interval=1, outer_lr=0.5)")
+        >>> [round(m["weight"], 3) for m in run.metrics]  # 0.5 * (1.5 + 0.9 * 1.5)
+        [-1.425, -1.425]
+
+    Faults: a slow worker slows all to its pace at each outer step. A dead or stopped one ends the
+    run, naming it. A worker that runs out of data adds its last steps to the next outer step and
+    then takes part with weight 0; it ends with the same parameters.
+
+    Bytes: each worker hands in the size of the model every H steps.
+
+    When to use: very slow links and equal machines. The inner learning rate is that of a worker's
+    own batch (factor 1); with few outer steps, a smaller outer momentum.
+
+    Reference: Douillard et al., "DiLoCo: distributed low-communication training of language
+    models", 2023, algorithm 1.
+    """
+
+    paper: ClassVar[str] = "Douillard et al., 2023"
+    state: ClassVar[tuple[str, ...]] = ("steps", "pending", "reference", "velocity")
+
+    interval: int = 16
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("interval", self.interval, 1)
+        above("outer_lr", self.outer_lr, 0)
+        finite("outer_lr", self.outer_lr)
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum ({self.outer_momentum}) must be from 0 to below 1")
+        self.pending = 0
+        self.reference: Tensor | None = None
+        self.velocity: Tensor | None = None
+
+    @property
+    def uses_gradient(self) -> bool:
+        return False
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        return nbytes * workers * (1 + -(-steps // self.interval))
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        self.reference = x.clone()
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        self.local_update()
+        self.steps += 1
+        self.pending += 1
+        if self.pending == self.interval:
+            self.meet(x, 1)
+
+    def finish(self, x: Tensor) -> None:
+        if self.pending:
+            self.meet(x, 1)
+        super().finish(x)
+
+    def meet(self, x: Tensor, weight: int) -> int:
+        assert self.reference is not None
+        moved = self.reference - x
+        total, _ = self.reduce(moved, weight, unit=1)
+        if total:
+            self._outer_step(moved)
+            x.copy_(self.reference)
+        self.pending = 0
+        return total
+
+    def _outer_step(self, moved: Tensor) -> None:
+        """Nesterov's step of torch, with the mean of what was moved for a gradient."""
+        assert self.reference is not None
+        theta = nn.Parameter(self.reference)
+        theta.grad = moved
+        nesterov = self.outer_momentum > 0
+        outer = torch.optim.SGD(
+            [theta], lr=self.outer_lr, momentum=self.outer_momentum, nesterov=nesterov
+        )
+        if nesterov:
+            outer.state[theta]["momentum_buffer"] = self.velocity
+        outer.step()
+        self.velocity = outer.state[theta].get("momentum_buffer")

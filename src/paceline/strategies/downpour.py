@@ -1,0 +1,156 @@
+"""Downpour: asynchronous SGD with a parameter server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from paceline.options import at_least
+from paceline.strategies.served import GradientServed, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Downpour(GradientServed):
+    r"""Downpour: workers push gradients to a server and fetch its model, none waits for another.
+
+    Each worker adds up its gradients, pushes the sum every ``push_interval`` steps and takes the
+    server's model every ``fetch_interval`` steps. The server applies each push as it comes.
+
+    ========  =====================================================================
+    symbol    here
+    ========  =====================================================================
+    n_push    ``push_interval``
+    n_fetch   ``fetch_interval``
+    alpha     the learning rate of the user's optimizer: the local move
+    eta       the same, sent along with each push: the server's step
+    w         the servers' model, cut into ``shards``
+    ========  =====================================================================
+
+    .. math::
+        a_i \leftarrow a_i + g_i(x_i), \quad x_i \leftarrow x_i - \alpha g_i(x_i), \qquad
+        \text{push: } w \leftarrow \mathrm{optimizer}(w, a_i),\ a_i \leftarrow 0, \qquad
+        \text{fetch: } x_i \leftarrow w
+
+    Args:
+        push_interval: steps between pushes.
+        fetch_interval: steps between fetches.
+        phase: ``full`` pushes after n, 2n, ... steps; ``paper`` after 1, n + 1, 2n + 1, ...
+        local_move: whether a worker moves its own model between fetches; when not given, unless
+            the server's optimizer is an adaptive one.
+        server_optimizer: ``user`` is the class of the user's own, with its parameter groups;
+            ``sgd``, ``momentum`` and ``adagrad`` take only learning rate and weight decay from it.
+        shards: servers, each with an equal part of the model.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     sgd.step()
+        ...     worker.finish()
+        ...     worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="downpour")
+        >>> [m["weight"] for m in run.metrics]  # every push counts in full
+        [-3.0, -3.0]
+
+    Faults: a slow worker pushes less often and delays nobody. The server goes on without one that
+    died or is stopped; what it had not pushed is lost. A worker that comes late fetches the model
+    and takes part. The loss of a server ends the run, naming it.
+
+    Bytes: each worker sends the size of the model every ``push_interval`` steps and is sent it
+    every ``fetch_interval`` steps (and a few numbers with each).
+
+    When to use: machines of unequal speed and a link to the server that carries them all. Pushes
+    add up, so the learning rate wants to be about 1/p of that of one large batch (factor 1/p).
+
+    Reference: Dean et al., "Large scale distributed deep networks", NIPS 2012, algorithm 7.1 of
+    its appendix; ``phase="paper"`` is its listing to the letter.
+    """
+
+    paper: ClassVar[str] = "Dean et al., NIPS 2012"
+    state: ClassVar[tuple[str, ...]] = ("steps", "versions", "pending", "unheard", "accrued")
+
+    push_interval: int = 1
+    fetch_interval: int = 1
+    phase: Literal["full", "paper"] = "full"
+    local_move: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("push_interval", self.push_interval, 1)
+        at_least("fetch_interval", self.fetch_interval, 1)
+        self.pending = 0
+        self.unheard = False
+        self.accrued: Tensor | None = None
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        pushed = [step for step in range(steps) if self._pushes(step)]
+        fetched = [step for step in range(steps) if self._fetches(step)]
+        last = pushed[-1] if pushed else -1
+        rest = steps > last + 1 or (last >= 0 and not self._fetches(last))
+        requests = (len(pushed) + rest) * (nbytes + self.request_overhead)
+        replies = (len(fetched) + rest) * (nbytes + self.reply_overhead)
+        return workers * (requests + replies) + nbytes * (workers + self.shards)
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        assert g is not None
+        if self.accrued is None:
+            self.accrued = x.new_zeros(x.shape)
+        push, fetch = self._pushes(self.steps), self._fetches(self.steps)
+        self.steps += 1
+        if not self.replica.overflow:
+            self.replica.clip()
+            self.accrued += g
+            self.pending += 1
+            if self.local_move if self.local_move is not None else not self.adapts:
+                self.replica.plain_move(g)
+        if push and fetch:
+            self._push(x)
+        elif push:
+            self._leave()
+        elif fetch:
+            self.fetch(x, self.comm)
+
+    def flush(self, x: Tensor) -> None:
+        if self.pending or self.unheard:
+            self._push(x)
+
+    def _pushes(self, step: int) -> bool:
+        return (step + (self.phase == "full")) % self.push_interval == 0
+
+    def _fetches(self, step: int) -> bool:
+        return (step + 1) % self.fetch_interval == 0
+
+    def _push(self, x: Tensor) -> None:
+        """Push what has accrued, and fetch the model that came of it."""
+        accrued = x if self.accrued is None else self.accrued
+        self.exchange(accrued, x, batches=self.pending)
+        self._pushed()
+        self.unheard = False
+
+    def _leave(self) -> None:
+        """Push without waiting; while the server has no room, go on adding up."""
+        if self.accrued is None or not self.pending:
+            return
+        for shard, version in enumerate(self.versions):
+            request = Request(reply=0, version=version, batches=self.pending)
+            if not self.ask(shard, self.accrued, request, must=shard > 0):
+                return
+        self._pushed()
+        self.unheard = True
+
+    def _pushed(self) -> None:
+        self.pending = 0
+        if self.accrued is not None:
+            self.accrued.zero_()
+
+    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        self.apply(request, vector, settings)
+        if request.reply:
+            self.reply(src)

@@ -1,0 +1,204 @@
+"""Gossiping SGD: workers average with random peers, two at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.options import at_least
+from paceline.seeds import stream
+from paceline.strategies.decentralised import Decentralised, average
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODEL = 1
+_REMEMBERED = 1024
+"""How many of its own last steps a worker remembers the time of, to tell how old a model is."""
+
+
+@dataclass(kw_only=True)
+class Gossip(Decentralised):
+    r"""Gossiping SGD: each worker averages its model with that of a peer picked at random.
+
+    No server, no barrier, no lockstep: to pull, a worker reads what its peer last published; to
+    push, it leaves its model with the peer. The peer never waits for it.
+
+    =======  ==========================================================
+    symbol   here
+    =======  ==========================================================
+    tau      ``interval``; or 1 / ``probability`` per step
+    theta    the model of a worker
+    j        the peer, from ``topology``; never the worker itself
+    M        the models pushed to a worker since it last looked
+    =======  ==========================================================
+
+    .. math::
+        \text{pull: } \theta_i \leftarrow \tfrac{1}{2} (\theta_i + \theta_j), \qquad
+        \text{push: } \theta_j \leftarrow \frac{\theta_j + \sum_{m \in M} \theta_m}{1 + |M|}, \qquad
+        \theta_i \leftarrow \mathrm{optimizer}(\theta_i, g_i)
+
+    Args:
+        mode: ``pull`` the peer's model, or ``push`` one's own.
+        sync: all at once, each with the models as they are at the same step.
+        interval: steps between gossips.
+        probability: of a gossip at each step, instead of every ``interval`` steps.
+        order: ``mix_first`` takes the next gradient at the mixed model; ``parallel`` takes gradient
+            and mixing from the same model and adds both; ``step_first`` mixes the model after its
+            step with the peer's from before.
+        topology: who may be picked: ``complete``, ``ring`` or ``exponential``.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     sgd.step()
+        ...     worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="gossip(sync=true)")
+        >>> [m["weight"] for m in run.metrics]
+        [-1.5, -1.5]
+
+    Faults: a slow worker delays nobody; its peers read an older model. One that died, left or is
+    stopped for too long is not picked any more, and a ring closes over its place. A worker that
+    comes late takes the model of a live peer and takes part. With ``sync``, a slow worker slows
+    all, a lost one ends the run, naming it, and one that runs out of data is not picked.
+
+    Bytes: one model and 24 bytes for each gossip, whatever the number of workers; with ``sync``
+    also 8 bytes per worker and step; and one model each at the end, for the mean.
+
+    When to use: machines that differ or die, links with no center. The learning rate is that of a
+    worker's own batch (factor 1 or less). The answer is the mean of all workers; a single one is
+    several points worse when they are many.
+
+    Reference: Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016.
+    ``parallel`` and ``step_first`` are the orders of public implementations.
+    """
+
+    paper: ClassVar[str] = "Jin, Yuan, Iandola, Keutzer, 2016"
+    state: ClassVar[tuple[str, ...]] = ("steps",)
+
+    mode: Literal["pull", "push"] = "pull"
+    sync: bool = False
+    interval: int = 1
+    probability: float | None = None
+    order: Literal["mix_first", "parallel", "step_first"] = "mix_first"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("interval", self.interval, 1)
+        if self.probability is not None and not 0 < self.probability <= 1:
+            raise UsageError(f"probability ({self.probability}) must be above 0 and at most 1")
+        if self.probability is not None and self.interval != 1:
+            raise UsageError("probability must not be given together with interval")
+        self._step_times: list[float] = []
+
+    @property
+    def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
+        return self.sync
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
+        if self.probability is not None or (self.mode == "push" and not self.sync):
+            return None
+        first = int(self.order == "mix_first")
+        gossips = sum(step % self.interval == 0 for step in range(first, steps + first))
+        flags = 8 * workers * steps if self.sync else 0
+        return workers * (2 * nbytes + flags + gossips * self.exchange_bytes(nbytes))
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        if self.order == "mix_first":  # the next gradient is taken at the mixed model
+            self._local_step(x)
+            average(x, self._gossip(x))
+            return
+        theirs = self._gossip(x)
+        if self.order == "parallel":
+            mixed = x.clone()
+            average(mixed, theirs)
+            mixed.sub_(x)
+            self._local_step(x)
+            x.add_(mixed)
+        else:
+            self._local_step(x)
+            average(x, theirs)
+        self.show(x)
+
+    def finish(self, x: Tensor) -> None:
+        trained = self.steps > 0
+        if self.sync:
+            while self._meet(False):  # keep the others company until all have come to their end
+                self.steps += 1
+        else:
+            self.show(x, finished=True)
+        self.take_mean(x, trained)
+
+    def _local_step(self, x: Tensor) -> None:
+        self.local_update()
+        self.steps += 1
+        self._step_times = [*self._step_times[-_REMEMBERED:], self.comm.now()]
+        if self.order == "mix_first":
+            self.show(x)
+
+    # What is due, and with whom ------------------------------------------------------------------
+
+    def _gossip(self, x: Tensor) -> list[Tensor]:
+        """The models to average with now, if any."""
+        if self.sync:
+            return self._swap(x, self._meet(True))
+        peer = self._pick(self.live_workers(), self.comm.rank) if self._is_due() else None
+        if self.mode == "pull":
+            seen = None if peer is None else self.comm.peek(peer, self.like(x))
+            return [] if seen is None else self._open(seen[1], x)
+        if peer is not None:
+            self.comm.post(self.wrap(x), peer, MODEL)
+        arrived = self.comm.poll(self.like(x), MODEL)
+        return [model for _, message in arrived for model in self._open(message, x)]
+
+    def _is_due(self) -> bool:
+        if self.probability is None:
+            return self.steps % self.interval == 0
+        whose = () if self.sync else (self.comm.rank,)  # with sync, all draw alike
+        draw = stream(self.seed, "gossip now", *whose, self.steps).random()
+        return bool(draw < self.probability)
+
+    def _pick(self, peers: Sequence[int], rank: int) -> int | None:
+        return self.draw(self.candidates(peers, rank), rank)
+
+    # All at once ---------------------------------------------------------------------------------
+
+    def _meet(self, active: bool) -> list[int]:
+        """Those that are still training; nobody, when all have come to their end."""
+        flags = torch.zeros(self.workers, dtype=torch.float64)
+        flags[self.comm.rank] = 1
+        anyone = self.comm.all_reduce(flags, int(active))
+        return [rank for rank, flag in enumerate(flags.tolist()) if flag] if anyone else []
+
+    def _swap(self, x: Tensor, peers: list[int]) -> list[Tensor]:
+        """Exchange models as this step's draws of all ``peers`` say."""
+        if not self._is_due():
+            return []
+        picks = {rank: self._pick(peers, rank) for rank in peers}
+        mine = [pick for pick in [picks[self.comm.rank]] if pick is not None]
+        by_others = [rank for rank in peers if picks[rank] == self.comm.rank]
+        sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
+        for target in targets:
+            self.comm.post(self.wrap(x), target, MODEL)
+        messages = [self.comm.recv(self.like(x), source, MODEL) for source in sources]
+        return [self.unwrap(message, x)[1] for message in messages]
+
+    # Models that arrive --------------------------------------------------------------------------
+
+    def _open(self, message: Tensor, x: Tensor) -> list[Tensor]:
+        """The model in a message, unless its worker has come to its end; note how old it is."""
+        note, model = self.unwrap(message, x)
+        if note.finished:
+            return []
+        self.stale.note(len(self._step_times) - bisect_right(self._step_times, note.time_s))
+        return [model]

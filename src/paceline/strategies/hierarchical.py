@@ -1,0 +1,149 @@
+"""Hierarchical SASGD: averages inside groups, and more rarely over all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from paceline.errors import UsageError
+from paceline.options import at_least
+from paceline.strategies.lockstep import Lockstep
+from paceline.topology import groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.comm.base import Comm
+
+
+@dataclass(kw_only=True)
+class Hierarchical(Lockstep):
+    r"""Hierarchical SASGD: groups average often, all workers average seldom.
+
+    Where links inside a machine or a rack are fast and those between are slow, most averaging
+    stays inside. This is the Hier-AVG form of the method.
+
+    ======  =====================================================
+    symbol  here
+    ======  =====================================================
+    S       ``group_size``: consecutive workers
+    K1      ``group_interval``: steps between averages of a group
+    K2      ``interval``: steps between averages of all
+    ======  =====================================================
+
+    .. math::
+        x_i \leftarrow \mathrm{optimizer}(x_i, g_i), \qquad
+        x_i \leftarrow
+        \begin{cases}
+            \frac{1}{p} \sum_j x_j & \text{every } K_2 \text{ steps} \\
+            \frac{1}{S} \sum_{j \in \text{group}} x_j & \text{every } K_1 \text{ steps otherwise}
+        \end{cases}
+
+    Args:
+        group_size: workers in a group; the last group may be smaller.
+        group_interval: steps between averages inside a group.
+        interval: steps between averages over all workers; a multiple of ``group_interval``.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([float(worker.rank)])).backward()  # gradients 0, 1, 2, 3
+        ...     sgd.step()
+        ...     worker.log(weight=model.weight.item())
+        >>> method = "hierarchical(group_size=2, group_interval=1, interval=4)"
+        >>> run = pl.simulate(train, workers=4, strategy=method)
+        >>> sorted(m["weight"] for m in run.metrics)  # two groups
+        [-2.5, -2.5, -0.5, -0.5]
+
+    Faults: a slow worker slows its group at each average of the group, and all at each average of
+    all. A dead or stopped one ends the run, naming it. A worker that runs out of data adds its last
+    steps to the next averages and then takes part with weight 0; it ends with the same parameters.
+
+    Bytes: each worker hands in the size of the model every ``group_interval`` steps; every
+    ``interval`` steps it goes to all, else no further than its group.
+
+    When to use: two tiers of links, equal machines. The learning rate is that of one large batch
+    (factor 1); longer intervals want smaller ones.
+
+    Reference: Cong, Bhardwaj, "A hierarchical, bulk-synchronous stochastic gradient descent
+    algorithm for deep-learning applications on GPU clusters", ICMLA 2017, in the form of Zhou and
+    Cong, "A distributed hierarchical SGD algorithm with sparse global reduction" (Hier-AVG), 2019.
+    """
+
+    paper: ClassVar[str] = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
+    state: ClassVar[tuple[str, ...]] = ("steps", "in_group", "in_all", "met")
+
+    group_size: int = 4
+    group_interval: int = 4
+    interval: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("group_size", self.group_size, 1)
+        at_least("group_interval", self.group_interval, 1)
+        at_least("interval", self.interval, 1)
+        if self.interval % self.group_interval:
+            raise UsageError(
+                f"group_interval ({self.group_interval}) must divide interval ({self.interval})"
+            )
+        self.in_group = self.in_all = self.met = 0
+
+    @property
+    def uses_gradient(self) -> bool:
+        return False
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        contributions = in_group = in_all = 0
+        last = -(-steps // self.interval) * (self.interval // self.group_interval)
+        for meeting in range(1, last + 1):
+            taken = min(steps, meeting * self.group_interval)
+            everyone = self._is_for_all(meeting)
+            contributions += taken > (in_all if everyone else in_group)
+            in_group, in_all = taken, taken if everyone else in_all
+        return nbytes * workers * (1 + contributions)
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        mine = next(g for g in groups(self.workers, self.group_size) if self.comm.rank in g)
+        self.group: Comm = self.comm.group(mine)
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        self.local_update()
+        self.steps += 1
+        if self.steps % self.group_interval == 0:
+            self._next_meeting(x)
+
+    def finish(self, x: Tensor) -> None:
+        """Go on meeting as the others do, until nobody has anything new for all."""
+        while self._next_meeting(x):
+            pass
+
+    def meet(self, x: Tensor, weight: int) -> int:
+        v = x if weight else x.new_zeros(x.shape)
+        total, _ = self.reduce(v, weight, unit=1)
+        if total:
+            x.copy_(v)
+        return total
+
+    def _next_meeting(self, x: Tensor) -> bool:
+        """Average in the group or over all, whichever is due; False after the last of all."""
+        self.met += 1
+        if not self._is_for_all(self.met):
+            self._average_group(x, int(self.steps > self.in_group))
+            self.in_group = self.steps
+            return True
+        total = self.meet(x, int(self.steps > self.in_all))
+        self.in_group = self.in_all = self.steps
+        return total > 0
+
+    def _average_group(self, x: Tensor, weight: int) -> None:
+        v = x if weight else x.new_zeros(x.shape)
+        if self.group.all_reduce(v, weight, lambda total: 1 / total):
+            x.copy_(v)
+
+    def _is_for_all(self, meeting: int) -> bool:
+        return meeting * self.group_interval % self.interval == 0

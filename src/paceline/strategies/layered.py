@@ -1,0 +1,285 @@
+"""Layered SGD: communicators reduce between groups while workers load their next batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from paceline.errors import PeerLost
+from paceline.options import at_least
+from paceline.parcel import Parcel
+from paceline.replica import read_settings, write_settings
+from paceline.strategies.allreduce import FULL
+from paceline.strategies.base import COMMUNICATOR, WORKER, Strategy
+from paceline.strategies.lockstep import BEHIND, ODD, take_latest
+from paceline.topology import groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UP, DOWN = 1, 2
+
+
+class Head(NamedTuple):
+    """The numbers before a gradient, on its way up or down; then one for each parameter.
+
+    Attributes:
+        round: which step it belongs to.
+        weight: of a contribution, or of all of them, with the flags of a lockstep.
+        overflow: on how many workers a scaler has found it to be infinite.
+    """
+
+    round: float
+    weight: float
+    overflow: float
+
+
+@dataclass(kw_only=True)
+class Layered(Strategy):
+    r"""Layered SGD: synchronous SGD whose communication hides behind the loading of data.
+
+    Workers hand their gradients to the communicator of their group and go on to load the next
+    batch. Meanwhile the communicators add up over all groups and hand the mean down. It is applied
+    before the next forward, with the learning rate that it was made for: nothing is stale, and
+    the result is that of synchronous SGD.
+
+    ======  ==========================================================
+    symbol  here
+    ======  ==========================================================
+    W       ``group_size``: consecutive workers
+    G       the number of groups, each with a communicator, its own rank
+    N       the number of workers
+    ======  ==========================================================
+
+    .. math::
+        x_{t+1} = \mathrm{optimizer}\Big(x_t, \tfrac{1}{N} \sum_{k=1}^{G}
+        \sum_{i \in \text{group } k} g_i(x_t)\Big)
+
+    Args:
+        group_size: workers to a communicator; the last group may be smaller.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([float(worker.rank)])).backward()  # gradients 0, 1, 2
+        ...     sgd.step()
+        ...     before = model.weight.item()
+        ...     worker.settle()
+        ...     worker.log(before=before, after=model.weight.item())
+        >>> run = pl.simulate(train, workers=3, strategy="layered(group_size=2)")
+        >>> run.metrics[0]["before"], run.metrics[0]["after"]
+        (0.0, -1.0)
+
+    Faults: a slow worker slows all to its pace. One that died or is stopped for too long is left
+    out, and the mean is that of the others. When a communicator is lost, its group goes on through
+    the next one, which hands out again what the group may have missed. A worker that runs out of
+    data takes part with weight 0; it ends with the same parameters.
+
+    Bytes: at each step a worker sends and is sent the size of the gradient, and each communicator
+    hands it in once more; each message carries 24 bytes and 8 for each parameter tensor with it.
+
+    When to use: data that takes long to load, fast links inside groups and slow ones between. With
+    a loader that has the next batch ready there is nothing to hide behind. The learning rate is
+    that of one large batch (factor 1).
+
+    Reference: Yu, Flynn, Yoo, D'Imperio, "Layered SGD: a decentralized and synchronous SGD
+    algorithm for scalable deep neural network training", 2019. Its public code applies a gradient
+    with the next step's learning rate while that warms up; here it is its own.
+    """
+
+    paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
+    defers: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("steps",)
+
+    group_size: int = 4
+
+    def __post_init__(self) -> None:
+        at_least("group_size", self.group_size, 1)
+        self.steps = self._rounds = 0
+        self._sent: Tensor | None = None
+        self._behind = False
+
+    def roles(self, workers: int) -> tuple[str, ...]:
+        return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        communicators = len(groups(workers, self.group_size))
+        message = nbytes + 8 * (len(Head._fields) + len(self.replica.flat.spans))
+        rounds = steps + 1  # in the last one, all say that they have come to their end
+        up_and_down = 2 * workers * rounds * message
+        return up_and_down + communicators * steps * nbytes + nbytes * (workers + communicators)
+
+    # A worker's side -----------------------------------------------------------------------------
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        flat = self.replica.flat
+        self._numbers = len(Head._fields) + len(flat.spans)
+        self._mean = x.new_zeros(x.shape)
+        self._views = flat.views(self._mean)
+        self._communicator = self.workers + self.comm.rank // self.group_size
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        assert g is not None
+        self.steps += 1
+        self._send_up(g, max(1, round(self.replica.share * FULL)))
+        self._settings = read_settings(self.replica.optimizer)
+        self._max_norm = self.replica.max_norm
+
+    def settle(self, x: Tensor) -> None:
+        """Take the mean of the last step, and make the update that was put off."""
+        if self._sent is None:
+            return
+        overflow, present, total = self._receive()
+        if total % ODD and not self._behind:
+            self._update(bool(overflow), present)
+
+    def finish(self, x: Tensor) -> None:
+        total = 1
+        while total % ODD:
+            self._send_up(x, 0)
+            *_, total = self._receive()
+            self._behind = self._behind or total % ODD > 0
+        if total >= BEHIND:
+            self.among_live(lambda workers: take_latest(workers, x, self.steps))
+
+    def _send_up(self, g: Tensor, weight: int) -> None:
+        """Hand a gradient, and which parameters have one, to the communicator."""
+        replica, flat = self.replica, self.replica.flat
+        if weight not in (0, FULL):
+            g.mul_(weight / FULL)
+        odd = weight > 0 and (replica.overflow or any(flat.missing))
+        present = [float(weight > 0 and not missing) for missing in flat.missing]
+        head = Head(
+            round=self._rounds,
+            weight=weight + ODD * odd + BEHIND * self._behind,
+            overflow=weight > 0 and replica.overflow,
+        )
+        self._sent = Parcel.of((*head, *present), g).buffer
+        self._rounds += 1
+        self._post()
+
+    def _post(self) -> None:
+        assert self._sent is not None
+        while not self.comm.post(self._sent, self._communicator, UP):
+            self._communicator = self._successor(self._communicator)
+
+    def _receive(self) -> tuple[float, list[float], int]:
+        """Wait for the mean of this round, from a successor if need be."""
+        assert self._sent is not None
+        while True:
+            try:
+                message = self.comm.recv(self._sent, self._communicator, DOWN)
+                break
+            except PeerLost:
+                self._communicator = self._successor(self._communicator)
+                self._post()
+        self._sent = None
+        parcel = Parcel(message, self._numbers, self._mean.dtype)
+        self._mean.copy_(parcel.vector)
+        _, total, overflow, *present = parcel.numbers.tolist()
+        return overflow, present, round(total)
+
+    def _update(self, overflow: bool, present: list[float]) -> None:
+        """Step with the mean and the settings of its own step; leave the rest as it was."""
+        replica, spans = self.replica, self.replica.flat.spans
+        grads, settings = [span.parameter.grad for span in spans], read_settings(replica.optimizer)
+        for span, view, count in zip(spans, self._views, present, strict=True):
+            span.parameter.grad = view if count else None
+        write_settings(replica.optimizer, self._settings)
+        before = replica.overflow, replica.max_norm
+        replica.overflow, replica.max_norm = overflow, self._max_norm
+        self.local_update()
+        replica.overflow, replica.max_norm = before
+        write_settings(replica.optimizer, settings)
+        for span, grad in zip(spans, grads, strict=True):
+            span.parameter.grad = grad
+
+    def _successor(self, communicator: int) -> int:
+        """The next communicator that is there."""
+        alive = [rank for rank in self.comm.alive() if rank >= self.workers]
+        for rank in [rank for rank in alive if rank > communicator] or alive:
+            if rank != communicator:
+                return rank
+        raise PeerLost(communicator, "the wait for the mean gradient", "it is gone", 0.0)
+
+    # A communicator's side -----------------------------------------------------------------------
+
+    def serve(self, x: Tensor) -> None:
+        place = self.comm.rank - self.workers
+        self._members = set(groups(self.workers, self.group_size)[place])
+        self._peers = set(range(self.workers, self.comm.size))
+        self._last: Tensor | None = None
+        self._round, total = 0, 1
+        self._came: dict[int, Parcel] = {}
+        while total % ODD:
+            self._gather()
+            head, present, mean = self._combine(x)
+            self._last = Parcel.of((*head, *present), mean).buffer
+            for src in sorted(self._came):
+                self.comm.post(self._last, src, DOWN)
+            self._came.clear()
+            self._round += 1
+            total = round(head.weight)
+
+    def _gather(self) -> None:
+        """Wait for a contribution of every member, less those that are lost on the way."""
+        like = Parcel.empty(self._numbers, self._mean)
+        while self._members - self._came.keys():
+            src, message = self.comm.recv_or_loss(like.buffer, UP)
+            if message is None:
+                self._lose(src)
+                continue
+            parcel = Parcel(message, self._numbers, self._mean.dtype)
+            if round(parcel.numbers[0].item()) == self._round:
+                self._came[src] = parcel
+                self._members.add(src)
+            elif self._last is not None:  # its communicator was lost before it handed this out
+                self.comm.post(self._last, src, DOWN)
+
+    def _lose(self, rank: int) -> None:
+        """Go on without a rank; take over the group of a communicator if it is this one's turn."""
+        self._members.discard(rank)
+        if rank not in self._peers:
+            return
+        self._peers.discard(rank)
+        later = [peer for peer in sorted(self._peers) if peer > rank]
+        if (later[0] if later else min(self._peers)) == self.comm.rank:
+            alive = self.live_workers()
+            orphans = groups(self.workers, self.group_size)[rank - self.workers]
+            self._members |= set(orphans) & set(alive)
+
+    def _combine(self, x: Tensor) -> tuple[Head, list[float], Tensor]:
+        """Add up over all communicators; again, with their orphans, when one of them is lost."""
+        while True:
+            mean, weight, flags = self._sum(x)
+            peers = self.comm.group(sorted(self._peers))
+            try:
+                total = peers.all_reduce(mean, weight, lambda total: FULL / (total % ODD or FULL))
+                if total % BEHIND >= ODD:
+                    peers.all_reduce(flags)
+                overflow, *present = flags.tolist()
+                return Head(self._round, total, overflow), present, mean
+            except PeerLost as lost:
+                for rank in lost.ranks:
+                    self._lose(rank)
+                self._gather()
+
+    def _sum(self, x: Tensor) -> tuple[Tensor, int, Tensor]:
+        """The contributions of this group, in rank order."""
+        total, weight = x.new_zeros(x.shape), 0
+        flags = torch.zeros(1 + len(self.replica.flat.spans), dtype=torch.float64)
+        for src in sorted(self._came):
+            parcel = self._came[src]
+            _, its_weight, *its_flags = parcel.numbers.tolist()
+            weight += round(its_weight)
+            flags += torch.tensor(its_flags, dtype=torch.float64)
+            if its_weight % ODD:
+                total += parcel.vector
+        return total, weight, flags

@@ -1,0 +1,307 @@
+"""What methods share whose model lives on servers.
+
+The parameters are cut into ``shards``, one server rank each. A worker sends a request that carries
+a vector and the present settings of its optimizer; the server acts on its shard in place and, when
+asked to, posts it back. A server answers one request after the other and never waits for a worker:
+who is slow, frozen or dead delays nobody.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.options import at_least
+from paceline.parcel import Parcel
+from paceline.replica import Replica, read_settings, write_settings
+from paceline.strategies.base import SERVER, WORKER, Staleness, Strategy
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Comm
+
+ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
+REQUEST, REPLY = 1, 2
+MOMENTUM = 0.9
+"""That of ``server_optimizer="momentum"``, where the user's own has none."""
+
+
+class Request(NamedTuple):
+    """The numbers of a request, before those of the optimizer.
+
+    Attributes:
+        reply: whether the worker waits for the shard.
+        version: of the shard that the worker read last.
+        batches: in the vector; 0: nothing to apply.
+        clock: what else the method says: a clock, or a token.
+        last: whether the worker has come to its end.
+        join: whether it is the first request of a worker that came late.
+    """
+
+    reply: float = 1
+    version: float = 0
+    batches: float = 1
+    clock: float = 0
+    last: float = 0
+    join: float = 0
+
+
+class Reply(NamedTuple):
+    """The numbers before a shard.
+
+    Attributes:
+        version: how many updates are in it.
+        accepted: whether the request was acted upon.
+        successor: whose turn it is next; -1: nobody's.
+        stale_count: updates so far; then their staleness, summed, and the largest.
+    """
+
+    version: float = 0
+    accepted: float = 1
+    successor: float = -1
+    stale_count: float = 0
+    stale_total: float = 0
+    stale_maximum: float = 0
+
+
+@dataclass(kw_only=True)
+class Served(Strategy):
+    """A method with servers: subclasses say when to ask, and how a server acts."""
+
+    synchronous: ClassVar[bool] = False
+
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("shards", self.shards, 1)
+        self.steps = 0
+        self.versions = [0] * self.shards
+
+    def roles(self, workers: int) -> tuple[str, ...]:
+        return (WORKER,) * workers + (SERVER,) * self.shards
+
+    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
+        super().bind(comm, replica, workers, seed)
+        numel = replica.flat.x.numel()
+        edges = [numel * shard // self.shards for shard in range(self.shards + 1)]
+        self.parts = [slice(*pair) for pair in pairwise(edges)]
+        self._settings = len(read_settings(replica.optimizer))
+
+    @property
+    def request_overhead(self) -> int:
+        """The bytes of a request beside its vector, over all shards."""
+        return 8 * self.shards * (len(Request._fields) + self._settings)
+
+    @property
+    def reply_overhead(self) -> int:
+        """The bytes of a reply beside its vector, over all shards."""
+        return 8 * self.shards * len(Reply._fields)
+
+    # A worker's side -----------------------------------------------------------------------------
+
+    def ask(self, shard: int, vector: Tensor, request: Request, must: bool = True) -> bool:
+        """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
+        numbers = (*request, *read_settings(self.replica.optimizer))
+        message = Parcel.of(numbers, vector[self.parts[shard]]).buffer
+        server = self.workers + shard
+        left = self.comm.post(message, server, REQUEST)
+        if not left and must:
+            self.comm.send(message, server, REQUEST)
+        return left or must
+
+    def hear(self, shard: int, x: Tensor) -> Reply:
+        """Wait for a reply, and take its vector into ``x``."""
+        part = x[self.parts[shard]]
+        like = Parcel.empty(len(Reply._fields), part)
+        message = self.comm.recv(like.buffer, self.workers + shard, REPLY)
+        parcel = Parcel(message, len(Reply._fields), x.dtype)
+        part.copy_(parcel.vector)
+        reply = Reply(*parcel.numbers.tolist())
+        self.versions[shard] = round(reply.version)
+        return reply
+
+    def exchange(self, vector: Tensor, x: Tensor, **numbers: float) -> None:
+        """Send ``vector`` to the servers, and take what they answer into ``x``."""
+        for shard, version in enumerate(self.versions):
+            self.ask(shard, vector, Request(version=version, **numbers))
+        for shard in range(self.shards):
+            self.hear(shard, x)
+
+    def fetch(self, x: Tensor, comm: Comm) -> Reply:
+        """Read the servers' model into ``x`` as they last published it, without them."""
+        reply = Reply()
+        for shard, part in enumerate(self.parts):
+            like = Parcel.empty(len(Reply._fields), x[part])
+            seen = comm.peek(self.workers + shard, like.buffer)
+            if seen is not None:
+                parcel = Parcel(seen[1], len(Reply._fields), x.dtype)
+                x[part].copy_(parcel.vector)
+                reply = Reply(*parcel.numbers.tolist())
+                self.versions[shard] = round(reply.version)
+        return reply
+
+    def join(self, x: Tensor) -> None:
+        self.exchange(x, x, batches=0, join=1)
+
+    def answer(self, x: Tensor) -> Tensor:
+        versions, model = [*self.versions], x.clone()
+        self.fetch(model, self.comm.uncharged())
+        self.versions = versions
+        return model
+
+    def finish(self, x: Tensor) -> None:
+        self.flush(x)
+        self.among_live(lambda workers: workers.barrier())
+        last = self.fetch(x, self.comm.uncharged())
+        self.stale = Staleness(*map(round, last[-3:]))
+
+    @abstractmethod
+    def flush(self, x: Tensor) -> None:
+        """Hand in what is left, and have the servers apply it before this returns."""
+
+    # A server's side -----------------------------------------------------------------------------
+
+    def serve(self, x: Tensor) -> None:
+        shard = self.comm.rank - self.workers
+        self.desk = self.comm.group([*range(self.workers), self.comm.rank])
+        self.shelf = Parcel.of(Reply(), x[self.parts[shard]])
+        self.version = 0
+        self.open(self.shelf.vector, self.parts[shard])
+        self.publish()
+        numbers = len(Request._fields) + self._settings
+        like = Parcel.empty(numbers, self.shelf.vector)
+        while True:
+            src, message = self.desk.recv_or_loss(like.buffer, REQUEST)
+            if message is None:
+                self.gone(src)
+                continue
+            parcel = Parcel(message, numbers, x.dtype)
+            values = parcel.numbers.tolist()
+            request = Request(*values[: len(Request._fields)])
+            self.act(src, request, parcel.vector, values[len(Request._fields) :])
+
+    @abstractmethod
+    def open(self, w: Tensor, part: slice) -> None:
+        """Before the first request: ``w`` is this server's shard, ``part`` its place in ``x``."""
+
+    @abstractmethod
+    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        """Answer one request."""
+
+    def gone(self, src: int) -> None:
+        """Hear that a worker has died, or left."""
+
+    def updated(self, request: Request) -> None:
+        """Count an update of the shard, and let others see it."""
+        self.stale.note(self.version - round(request.version))
+        self.version += 1
+        self.publish()
+
+    def publish(self) -> None:
+        """Let workers read the shard."""
+        self.desk.publish(self._parcel(self._reply()).buffer)
+
+    def reply(
+        self, src: int, vector: Tensor | None = None, accepted: bool = True, successor: int = -1
+    ) -> None:
+        """Post the shard, or another vector, to a worker; one that is gone does not need it."""
+        reply = self._reply()._replace(accepted=accepted, successor=successor)
+        self.desk.post(self._parcel(reply, vector).buffer, src, REPLY)
+
+    def _parcel(self, reply: Reply, vector: Tensor | None = None) -> Parcel:
+        if vector is not None:
+            return Parcel.of(reply, vector)
+        self.shelf.numbers.copy_(torch.tensor(reply, dtype=torch.float64))
+        return self.shelf
+
+    def _reply(self) -> Reply:
+        stale = self.stale
+        return Reply(
+            version=self.version,
+            stale_count=stale.count,
+            stale_total=stale.total,
+            stale_maximum=stale.maximum,
+        )
+
+
+@dataclass(kw_only=True)
+class GradientServed(Served):
+    """Servers that apply gradients, with an optimizer of their own."""
+
+    server_optimizer: ServerOptimizer = "user"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the servers' steps are other than along the gradient."""
+        own = type(self.replica.optimizer) is not torch.optim.SGD
+        return self.server_optimizer == "adagrad" or (self.server_optimizer == "user" and own)
+
+    def open(self, w: Tensor, part: slice) -> None:
+        self.master = Master(w, part, self.replica, self.server_optimizer)
+
+    def apply(
+        self, request: Request, gradient: Tensor, settings: list[float], times: float = 1
+    ) -> None:
+        """Step with the gradient of a request; of none, do nothing."""
+        if request.batches:
+            self.master.step(gradient, settings, times)
+            self.updated(request)
+
+
+class Master:
+    """A shard of the model, stepped in place by an optimizer with the user's parameter groups."""
+
+    def __init__(self, w: Tensor, part: slice, replica: Replica, kind: ServerOptimizer) -> None:
+        self._user, self._kind = replica.optimizer, kind
+        self._parts = [_overlap(group, part) for group in replica.flat.groups]
+        self._parameters = [nn.Parameter(w[own]) for own in self._parts]
+        groups = [
+            {**self._options(group), "params": [parameter]}
+            for group, parameter in zip(self._user.param_groups, self._parameters, strict=True)
+        ]
+        self._optimizer = self._make(groups)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self._kind == "user":
+            return {name: group[name] for name in self._user.defaults}
+        options = {"lr": group["lr"], "weight_decay": group.get("weight_decay", 0.0)}
+        if self._kind == "momentum":
+            options["momentum"] = group.get("momentum") or MOMENTUM
+        return options
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        kinds: dict[str, Any] = {"user": type(self._user), "adagrad": torch.optim.Adagrad}
+        kind = kinds.get(self._kind, torch.optim.SGD)
+        try:
+            made: torch.optim.Optimizer = kind(groups)
+        except TypeError as error:
+            raise UsageError(
+                f"server_optimizer (user) must be sgd, momentum or adagrad: {kind.__name__} cannot"
+                f" be made from its parameter groups alone ({error})"
+            ) from None
+        return made
+
+    def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
+        """Step along ``gradient`` with the settings that came with it; decay so many ``times``."""
+        write_settings(self._user, settings)
+        for group, theirs in zip(
+            self._optimizer.param_groups, self._user.param_groups, strict=True
+        ):
+            names = self._user.defaults if self._kind == "user" else ("lr", "weight_decay")
+            group.update({name: theirs[name] for name in names if name in theirs})
+            if times != 1 and "weight_decay" in group:
+                group["weight_decay"] *= times
+        for parameter, part in zip(self._parameters, self._parts, strict=True):
+            parameter.grad = gradient[part]
+        self._optimizer.step()
+
+
+def _overlap(group: slice, part: slice) -> slice:
+    """What of ``group`` lies in ``part``, counted from its start; empty where they do not meet."""
+    start, stop = max(group.start, part.start), min(group.stop, part.stop)
+    return slice(start - part.start, max(start, stop) - part.start)

@@ -1,0 +1,118 @@
+"""Stale synchronous parallel: asynchronous SGD with a bound on how far workers drift apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from paceline.options import at_least
+from paceline.strategies.served import GradientServed, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class SSP(GradientServed):
+    r"""SSP: each worker runs at its own pace, at most ``bound`` steps ahead of the slowest.
+
+    Every step pushes its gradient to the server and reads the model back. A worker that is too far
+    ahead gets its model only when the slowest has caught up, so that every read holds all updates
+    older than the bound.
+
+    ======  ====================================================
+    symbol  here
+    ======  ====================================================
+    s       ``bound``; 0 is synchronous SGD
+    c_i     the clock of worker i: its steps so far
+    u       the update of a step, what the optimizer makes of g
+    ======  ====================================================
+
+    .. math::
+        w \leftarrow \mathrm{optimizer}(w, g_i(x_i)), \quad c_i \leftarrow c_i + 1, \qquad
+        x_i \leftarrow w \ \text{ as soon as }\ c_i - \min_j c_j \le s
+
+    Args:
+        bound: how many steps a worker may be ahead of the slowest.
+        server_optimizer: as for Downpour.
+        shards: servers, each with an equal part of the model.
+
+    Example:
+        >>> import paceline as pl, torch
+        >>> def train(worker):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     model, sgd = worker.setup(model, sgd)
+        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     sgd.step()
+        ...     worker.log(weight=model.weight.item())
+        >>> run = pl.simulate(train, workers=2, strategy="ssp(bound=0)")
+        >>> [m["weight"] for m in run.metrics]  # as one step with the mean and lr 1
+        [-1.5, -1.5]
+
+    Faults: a slow worker holds the others back once they are ``bound`` steps ahead: that is the
+    method's rule. One that died or left holds back nobody. A worker that comes late starts at the
+    slowest clock. The loss of a server ends the run, naming it.
+
+    Bytes: each worker sends and is sent the size of the model at each step (and a few numbers).
+
+    When to use: machines whose speed varies from moment to moment, but not lastingly. Pushes add
+    up, so the learning rate wants to be about 1/p of that of one large batch (factor 1/p).
+
+    Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+    server", NIPS 2013.
+    """
+
+    paper: ClassVar[str] = "Ho et al., NIPS 2013"
+    state: ClassVar[tuple[str, ...]] = ("steps", "versions")
+
+    bound: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("bound", self.bound, 0)
+
+    def payload(self, steps: int, nbytes: int, workers: int) -> int:
+        requests = (steps + 1) * (nbytes + self.request_overhead)
+        replies = (steps + 1) * (nbytes + self.reply_overhead)
+        return workers * (requests + replies) + nbytes * (workers + self.shards)
+
+    def step(self, x: Tensor, g: Tensor | None) -> None:
+        assert g is not None
+        self.steps += 1
+        self.replica.clip()
+        self.exchange(g, x, clock=self.steps, batches=not self.replica.overflow)
+
+    def flush(self, x: Tensor) -> None:
+        self.exchange(x, x, batches=0, last=1)
+
+    # A server's side -----------------------------------------------------------------------------
+
+    def open(self, w: Tensor, part: slice) -> None:
+        super().open(w, part)
+        self.clocks = dict.fromkeys(self.first_workers(), 0)
+        self.waiting: dict[int, int] = {}
+
+    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        self.apply(request, vector, settings)
+        if request.last:
+            self.reply(src)
+            self.gone(src)
+            return
+        clock = min(self.clocks.values(), default=0) if request.join else round(request.clock)
+        self.clocks[src] = self.waiting[src] = max(clock, self.clocks.get(src, 0))
+        self._release()
+
+    def gone(self, src: int) -> None:
+        self.clocks.pop(src, None)
+        self.waiting.pop(src, None)
+        self._release()
+
+    def _release(self) -> None:
+        """Answer those that are no longer too far ahead."""
+        slowest = min(self.clocks.values(), default=0)
+        for src, clock in list(self.waiting.items()):
+            if clock - slowest <= self.bound:
+                del self.waiting[src]
+                self.reply(src)
