@@ -1,9 +1,10 @@
 """Record the learning rate of each method on the built-in task: a sweep at 8 virtual workers.
 
-    python benchmarks/sweep_lr.py [--models mlp,cnn] [--strategies sasgd] [--processes 2]
+    python benchmarks/sweep_lr.py [--models mlp,cnn] [--strategies sasgd] [--start 0.01]
 
-Each rate of a grid (factors of 2, widened where the best lies at its edge) trains over 3 seeds
-that nothing else uses; the highest mean accuracy wins, of equals the smaller rate. The outcome is
+Three rates by factors of 2 around ``--start``, widened until the best does not lie at an edge, each
+train over 3 seeds that nothing else uses; the highest mean accuracy wins, of equals the smaller
+rate. The outcome is
 ``src/paceline/tasks/learning_rates.json``, which the task reads its defaults from.
 """
 
@@ -21,22 +22,23 @@ from paceline.strategies import STRATEGIES
 from paceline.tasks.fashion import train
 from paceline.tasks.recipe import EPOCHS, RATES
 
-WORKERS, SEEDS = 8, (1001, 1002, 1003)
-GRID = [0.005 * 2**k for k in range(6)]
+WORKERS, SEEDS, CLUSTER = 8, (1001, 1002, 1003), "ethernet-10g"
 
 
 def accuracy(job: tuple[str, str, float, int]) -> float:
     strategy, model, lr, seed = job
     arguments = {"model": model, "lr": lr}
     result = simulate(
-        train, workers=WORKERS, strategy=strategy, cluster="ideal", seed=seed, arguments=arguments
+        train, workers=WORKERS, strategy=strategy, cluster=CLUSTER, seed=seed, arguments=arguments
     )
     return float(result.accuracy or 0.0)
 
 
-def sweep(pool: ProcessPoolExecutor, strategy: str, model: str) -> dict[float, list[float]]:
+def sweep(
+    pool: ProcessPoolExecutor, strategy: str, model: str, start: float
+) -> dict[float, list[float]]:
     found: dict[float, list[float]] = {}
-    wanted = GRID
+    wanted = [start / 2, start, start * 2]
     while wanted:
         jobs = [(strategy, model, lr, seed) for lr in wanted for seed in SEEDS]
         results = list(pool.map(accuracy, jobs))
@@ -57,17 +59,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mlp,cnn")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--start", type=float, default=0.01)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    record = json.loads(RATES.read_text())
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for model in options.models.split(","):
             for strategy in options.strategies.split(","):
-                found = sweep(pool, strategy, model)
-                record["rates"].setdefault(model, {})[strategy] = best(found)
-                table = {f"{lr:g}": accuracies for lr, accuracies in sorted(found.items())}
-                record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = table
-    setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": "ideal"}
+                write_down(strategy, model, sweep(pool, strategy, model, options.start))
+
+
+def write_down(strategy: str, model: str, found: dict[float, list[float]]) -> None:
+    record = json.loads(RATES.read_text())
+    record["rates"].setdefault(model, {})[strategy] = best(found)
+    table = {f"{lr:g}": accuracies for lr, accuracies in sorted(found.items())}
+    record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = table
+    setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": CLUSTER}
     record["sweep"] = {**setup, "versions": provenance()["versions"]}
     RATES.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -115,6 +115,7 @@ class PacedLoader:
         """The numbers of the batches that this worker takes from the queue."""
         comm = self._worker.comm
         while (ticket := comm.ticket(self._number, epoch)) is not None:
+            comm.transport.resume()  # the data set may draw random numbers next
             yield ticket
 
 

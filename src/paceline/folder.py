@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline._version import __version__
 from paceline.errors import UsageError
 from paceline.trace import Trace, merge
 
@@ -101,6 +103,62 @@ class RankFiles:
             self._metrics.close()
 
 
+class RecordedRun:
+    """What a real run has left in its folder, for a replay of it."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.config: dict[str, Any] = json.loads((self.path / CONFIG).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise self._unfit(f"{CONFIG} cannot be read: {reason}") from None
+        if self.config.get("world") == "simulated":
+            raise self._unfit("it was simulated; the same command and seed repeat it anyway")
+        if "method" not in self.config or not self.trace.is_file():
+            raise self._unfit(f"it has no {TRACE}, or is of an older version")
+
+    def _unfit(self, reason: str) -> UsageError:
+        return UsageError(
+            f"replay ({self.path}) must be the folder that paceline run --out or pl.launch(out=...)"
+            f" has written: {reason}"
+        )
+
+    @property
+    def trace(self) -> Path:
+        """The recorded order."""
+        return self.path / TRACE
+
+    @property
+    def model(self) -> Path:
+        """The parameters that the run ended with."""
+        if not (self.path / MODEL).is_file():
+            raise self._unfit(f"it has no {MODEL}, so the run has not come to its end")
+        return self.path / MODEL
+
+    def check(self, out: str | PathLike[str] | None, **given: Any) -> None:
+        """Refuse what would be another run, and to overwrite this one."""
+        if out is not None and Path(out).resolve() == self.path.resolve():
+            raise UsageError(f"out ({out}) must not be the folder of the run that is replayed")
+        for name, value in given.items():
+            if value != self.config[name]:
+                told = self.config[name]
+                raise UsageError(f"{name} ({value}) must be {told}, as in the run in {self.path}")
+
+
+def largest_difference(one: Path, other: Path) -> float | None:
+    """By how much the numbers of two models differ at most; None when they are the same bits."""
+    if one.read_bytes() == other.read_bytes():
+        return None
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(one), load_file(other)
+    if {name: t.shape for name, t in ours.items()} != {name: t.shape for name, t in theirs.items()}:
+        return math.inf
+    gaps = [(ours[name].double() - theirs[name].double()).abs() for name in ours]
+    return max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0)
+
+
 def check_out(path: str | PathLike[str]) -> None:
     """Refuse a folder that cannot be written, before a run is made for it."""
     try:
@@ -123,7 +181,7 @@ def rank_trace(folder: Path, rank: int) -> Path:
 
 def provenance() -> dict[str, Any]:
     """The versions behind a result."""
-    versions = {name: version(name) for name in ("paceline", "torch", "numpy")}
+    versions = {"paceline": __version__, **{name: version(name) for name in ("torch", "numpy")}}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "platform": platform.platform(),

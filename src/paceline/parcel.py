@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
 
 
 class Parcel:
     """Numbers in double precision and a vector, as views of one message of bytes.
 
     Example:
+        >>> import torch
         >>> parcel = Parcel.of([0.1, 7], torch.ones(3))
         >>> arrived = Parcel(parcel.buffer.clone(), 2, torch.float32)
         >>> arrived.numbers.tolist(), arrived.vector.tolist()
         ([0.1, 7.0], [1.0, 1.0, 1.0])
     """
 
-    def __init__(self, buffer: Tensor, numbers: int, dtype: torch.dtype) -> None:
+    def __init__(self, buffer: Tensor, numbers: int, kind: dtype) -> None:
+        import torch
+
         self.buffer = buffer
         self.numbers = buffer[: 8 * numbers].view(torch.float64)
-        self.vector = buffer[8 * numbers :].view(dtype)
+        self.vector = buffer[8 * numbers :].view(kind)
 
     @classmethod
     def empty(cls, numbers: int, like: Tensor) -> Parcel:
         """Room for so many numbers and a vector that is ``like`` another."""
-        size = 8 * numbers + like.nbytes
-        return cls(torch.zeros(size, dtype=torch.uint8, device=like.device), numbers, like.dtype)
+        import torch
+
+        buffer = like.new_zeros(8 * numbers + like.nbytes, dtype=torch.uint8)
+        return cls(buffer, numbers, like.dtype)
 
     @classmethod
-    def of(cls, numbers: Iterable[float], vector: Tensor) -> Parcel:
+    def of(cls, numbers: Sequence[float], vector: Tensor) -> Parcel:
         """A message of these."""
-        values = torch.tensor([*numbers], dtype=torch.float64)
-        parcel = cls.empty(len(values), vector)
-        parcel.numbers.copy_(values)
+        parcel = cls.empty(len(numbers), vector)
+        parcel.write(numbers)
         parcel.vector.copy_(vector)
         return parcel
+
+    def write(self, numbers: Sequence[float]) -> None:
+        """Set the numbers."""
+        self.numbers.copy_(self.numbers.new_tensor(numbers))

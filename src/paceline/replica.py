@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,39 +10,6 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.flat import Allocate, Flat
-
-
-def read_settings(optimizer: Optimizer) -> list[float]:
-    """The numbers that a scheduler may change (lr, momentum, betas), group after group."""
-    numbers: list[float] = []
-    for group in optimizer.param_groups:
-        for name in _setting_names(optimizer):
-            value = group[name]
-            numbers += map(float, value if isinstance(value, (tuple, list)) else [value])
-    return numbers
-
-
-def write_settings(optimizer: Optimizer, numbers: Sequence[float]) -> None:
-    """Set what :func:`read_settings` gave, in the same order."""
-    left = iter(numbers)
-    for group in optimizer.param_groups:
-        for name in _setting_names(optimizer):
-            value = group[name]
-            if isinstance(value, Tensor):
-                value.fill_(next(left))
-            elif isinstance(value, (tuple, list)):
-                group[name] = tuple(next(left) for _ in value)
-            else:
-                group[name] = next(left)
-
-
-def _setting_names(optimizer: Optimizer) -> list[str]:
-    def is_number(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(is_number(item) for item in value)
-        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-
-    return [name for name, value in optimizer.defaults.items() if is_number(value)]
 
 
 class Replica:

@@ -17,12 +17,13 @@ from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.checkpoint import save_tensors
 from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
+from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.errors import PacelineError, UsageError, WorkerFailed
-from paceline.folder import RankFiles, check_out
+from paceline.folder import RankFiles, RecordedRun, check_out
 from paceline.launched import launched_rank_and_size
 from paceline.options import one_of
-from paceline.processes import TRANSPORTS, Channel, Message, run_ranks
+from paceline.processes import TRANSPORTS, Channel, Message, run_ranks, threads_per_rank
 from paceline.reference import (
     Reference,
     find,
@@ -93,10 +94,11 @@ def launch(
         "out": None if out is None else str(out),
     }
     book = RunBook(out, on_metric)
-    book.write_config({"world": transport, **common, "strategy": repr(prototype)})
+    told = {"strategy": repr(prototype), "method": common["strategy"]}
+    book.write_config({"world": transport, **common, **told, "threads": threads_per_rank(size)})
     hear = {"metric": book.metric, "progress": on_progress or (lambda record: None)}
     try:
-        told = run_ranks(
+        returned = run_ranks(
             refer_to(train_rank),
             [common] * size,
             transport=transport,
@@ -105,7 +107,7 @@ def launch(
         )
     finally:
         book.close(ranks=size)
-    summaries = [Summary(**summary) for summary in told]
+    summaries = [Summary(**summary) for summary in returned]
     return book.result(prototype, summaries, workers=workers, began_s=began_s, seed=seed)
 
 
@@ -140,6 +142,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     limits: Limits | None = None,
     arguments: Mapping[str, Any] | None = None,
+    replay: str | PathLike[str] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
     on_progress: OnMetric | None = None,
@@ -155,6 +158,7 @@ def simulate(
         faults: what goes wrong, beside what the cluster says.
         limits: how long workers wait for each other, in virtual time.
         arguments: more keyword arguments for ``train``.
+        replay: the folder of a real run with the same arguments, whose recorded order is followed.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
         on_progress: called a few times a second with rank, steps and progress of a worker.
@@ -163,6 +167,7 @@ def simulate(
         WorkerFailed: ``train`` raised on a rank.
         PeerLost: a rank that others needed was killed, or frozen for too long.
         Deadlock: every rank waited for another.
+        PacelineError: a replay came to something else than what was recorded.
     """
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
@@ -172,14 +177,18 @@ def simulate(
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]
     check_faults(all_faults, size, prototype)
+    same = {"workers": workers, "strategy": repr(prototype), "seed": seed}
+    same["arguments"] = dict(arguments or {})
+    record = _recorded(replay, out, all_faults, same)
     book = RunBook(out, on_metric)
     world = World(place, size, seed=seed, limits=limits or Limits(), faults=all_faults)
     trace = Trace(book.folder.trace if book.folder else None, lambda: world.calendar.now_s)
     summaries: list[Summary] = []
 
     def body(transport: SimulatedTransport) -> None:
+        metered = record.follow(transport, trace) if record else MeteredTransport(transport, trace)
         worker = Worker(
-            MeteredTransport(transport, trace),
+            metered,
             make_strategy(prototype),
             workers=workers,
             seed=seed,
@@ -197,16 +206,15 @@ def simulate(
         summaries.append(Summary.of(worker))
         if book.folder is not None and worker.rank == 0 and worker.model is not None:
             save_tensors(worker.model.state_dict(), book.folder.model)
+        metered.close()
 
     book.write_config(
         {
             "world": "simulated",
-            "strategy": repr(prototype),
-            "workers": workers,
-            "seed": seed,
-            "arguments": dict(arguments or {}),
+            **same,
             "cluster": asdict(place),
             "faults": [asdict(fault) for fault in faults],
+            "replay": None if replay is None else str(replay),
         }
     )
     try:
@@ -226,6 +234,22 @@ def simulate(
         lost_workers=len(world.lost),
         joined_workers=sum(at_s <= world.calendar.now_s for at_s in world.joined_late.values()),
     )
+
+
+def _recorded(
+    replay: str | PathLike[str] | None,
+    out: str | PathLike[str] | None,
+    faults: Sequence[Fault],
+    same: Mapping[str, Any],
+) -> Replay | None:
+    """What is to be followed; refuses a run that is not the ``same``."""
+    if replay is None:
+        return None
+    if faults:
+        raise UsageError("replay must not be used with faults, here or in the cluster's file")
+    run = RecordedRun(replay)
+    run.check(out, **same)
+    return Replay(run.trace)
 
 
 @contextmanager

@@ -275,7 +275,7 @@ class Worker:
     def _consensus_distance(self, x: Tensor) -> float | None:
         """Root mean square distance of the workers to their mean, over the norm of the mean."""
         try:
-            mean, square, count = self.strategy.among_live(partial(_spread, x))
+            mean, square, count = self.strategy.among_live(partial(_spread, x), measuring=True)
         except CommTimeout:
             return None
         norm = float(mean.double().norm())
@@ -342,9 +342,8 @@ class Worker:
         return self._pace
 
 
-def _spread(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, int]:
+def _spread(x: Tensor, workers: Comm) -> tuple[Tensor, Tensor, int]:
     """The mean of all ``x``, the sum of their squared distances to it, and their number."""
-    workers = comm.uncharged()
     mean = x.clone()
     mean /= workers.all_reduce(mean)
     square = (x - mean).double().square().sum().reshape(1).cpu()

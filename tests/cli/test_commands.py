@@ -74,13 +74,20 @@ def outcome(paceline):
     )
 
 
+EPOCHS = {"cyclic": 12}
+LEAST = {"cyclic": 0.68}
+"""A turn of 16 workers is 15 updates old: it learns slowly (docs/methods.md)."""
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_real_run_learns(strategy, outcome, tmp_path):
-    told = outcome("run", "-s", strategy, "--epochs", 2, "--seed", 3, "--lr", 0.04)
+    epochs = EPOCHS.get(strategy, 6)
+    line = ["run", "-s", strategy, "-w", 4, "--model", "mlp", "--epochs", epochs, "--seed", 3]
+    told = outcome(*line)
     assert set(told) >= KEYS
-    assert told["accuracy"] > 0.75
-    assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 2, 3)
-    assert told["samples"] == 2 * 4000
+    assert told["accuracy"] > LEAST.get(strategy, 0.75)
+    assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 4, 3)
+    assert told["samples"] == epochs * 4000
     assert told["virtual_seconds"] is None and told["trace_hash"] is None
     written = sorted(p.name for p in (tmp_path / told["out"]).iterdir())
     assert written == ["config.json", "metrics.jsonl", "model.safetensors", "trace.jsonl"]
@@ -88,9 +95,11 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_simulated_run_learns(strategy, outcome):
-    told = outcome("sim", "-s", strategy, "-w", 8, "--epochs", 3, "--model", "mlp", "--seed", 5)
+    epochs = EPOCHS.get(strategy, 6)
+    line = ["sim", "-s", strategy, "-w", 16, "--model", "mlp", "--epochs", epochs, "--seed", 5]
+    told = outcome(*line)
     assert set(told) >= KEYS
-    assert told["accuracy"] > 0.75
+    assert told["accuracy"] > LEAST.get(strategy, 0.75)
     assert told["virtual_seconds"] > 0
 
 
@@ -191,15 +200,18 @@ def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    process.stdout.readline()  # it runs
-    drain = threading.Thread(target=process.stdout.read)
-    drain.start()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    drain.join()
-    assert process.stderr.read() == "paceline: interrupted\n"
-    process.stdout.close()
-    process.stderr.close()
+    with process:
+        process.stdout.readline()  # it runs
+        drain = threading.Thread(target=process.stdout.read)
+        drain.start()
+        process.send_signal(signal.SIGINT)
+        try:
+            code = process.wait(20)
+        finally:
+            process.kill()
+        drain.join()
+        assert code == 130
+        assert process.stderr.read() == "paceline: interrupted\n"
 
 
 def test_compare_puts_runs_side_by_side(outcome):

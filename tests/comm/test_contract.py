@@ -127,6 +127,23 @@ def test_a_server_ends_when_all_have_left(transport):
     assert (lost, reason) == ([1], "it has finished")
 
 
+def test_a_loss_is_heard_once_and_after_the_last_message(transport):
+    heard = run_program(transport, programs.messages_and_losses, SIZE, how=None).values[0]
+    assert sorted(heard, key=str) == sorted([[r, v] for r in (1, 2, 3) for v in (None, r)], key=str)
+    assert all(heard.index([rank, rank]) < heard.index([rank, None]) for rank in (1, 2, 3))
+    assert heard.index([3, 3]) > max(heard.index([1, None]), heard.index([2, None]))
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_lost_sender_is_heard_of_while_others_are_silent(transport, how):
+    limits = Limits(dead_s=0.5)
+    outcome = run_program(transport, programs.messages_and_losses, SIZE, how=how, limits=limits)
+    [(rank, message), *_] = outcome.told
+    assert rank == 0 and message["heard"].count([2, None]) == 1
+    if transport != "distributed":  # there a message stays with its sender until it is taken
+        assert [2, 2] in message["heard"]
+
+
 def test_compute_is_charged_on_a_virtual_clock_alone(transport):
     passed = run_program(transport, programs.time_passes, 1 if transport == "simulated" else 2)
     if transport == "simulated":

@@ -275,6 +275,28 @@ def server_and_leavers(transport: Any, channel: Any, argument: Any) -> Any:
     return None
 
 
+def messages_and_losses(transport: Any, channel: Any, argument: Any) -> Any:
+    """Rank 1 leaves, rank 2 dies or leaves, rank 3 stays until told; each posts before it goes."""
+    comm = Comm(transport)
+    comm.barrier()
+    if comm.rank == 3:
+        comm.recv(vector(0), 0, tag=1)
+    if comm.rank:
+        comm.post(vector(comm.rank), 0)
+        if comm.rank == 2 and argument["how"]:
+            die(transport, argument["how"])
+        return None
+    heard: list[list[float | None]] = []
+    try:
+        while True:
+            src, x = comm.recv_or_loss(vector(0))
+            heard.append([src, None if x is None else x.item()])
+            if [1, None] in heard and [2, None] in heard and comm.post(vector(0), 3, tag=1):
+                channel.send({"kind": "heard", "heard": heard})
+    except PeersGone:
+        return heard
+
+
 def time_passes(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
     before = comm.now()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.sim.cluster import Cluster, Compute
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Problem:
         default=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    replicas: dict[int, Tensor] = field(default_factory=dict)
+    """The parameters of each worker just before it finished, of the last run."""
 
     def model(self) -> nn.Module:
         generator = torch.Generator().manual_seed(self.seed)
@@ -66,6 +69,7 @@ class Problem:
                 paced.step()
                 if scheduler is not None:
                     scheduler.step()
+            self.replicas[worker.rank] = flat(net)
             worker.finish()
             ends[worker.rank] = flat(net)
 
@@ -85,6 +89,15 @@ class Problem:
             if scheduler is not None:
                 scheduler.step()
         return flat(net)
+
+
+def beat(*slowness: float) -> Cluster:
+    """A cluster on which nothing but steps takes time: as many seconds as each rank's slowness.
+
+    Without one all take a second, and a little more by rank: in each round ranks come in order.
+    """
+    factors = slowness or tuple(1 + 1e-6 * rank for rank in range(64))
+    return Cluster(compute=Compute(step_s=1.0, factors=factors))
 
 
 def flat(net: nn.Module) -> Tensor:

@@ -1,32 +1,194 @@
-"""``paceline strategies``: the methods, from their own docstrings and fields."""
+"""``paceline strategies``: the methods, from their own docstrings and fields.
+
+A docstring is reStructuredText in paragraphs: a summary, the idea, a table of symbols, equations,
+then some that begin with their own heading, as ``Faults:`` does. They are shown without markup.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from paceline.cli.screen import Screen
-from paceline.strategies import STRATEGIES, describe, strategy_class
+from paceline.strategies import describe, strategy_class, strategy_names, without_markup
+
+NAMED = ("Args", "Example", "Faults", "Bytes", "When to use", "Reference")
+"""The headings that docstrings hold."""
+SHOWN = ("Idea", "Symbols", "Equations", "Args", "Example", "Notes", *NAMED[2:])
+"""All headings, in the order in which they are shown."""
+TOLD = ("Idea", "Equations", *NAMED[2:])
+"""Those that a program is told of, each as a text."""
+
+Parts = dict[str, list[str]]
+
+_AFTER = {
+    "": "Summary",
+    "Summary": "Idea",
+    "Symbols": "Equations",
+    "Args": "Notes",
+    "Example": "Notes",
+}
+_TABLE = re.compile(r"=+( +=+)+\n")
+_MARK = re.compile(rf"\A(\.\. math::|({'|'.join(NAMED)}):(?=\s))")
+_LAID_OUT = (" ", "- ", "* ", ".. math::", "Example:")
+_LEAST, _NARROW, _MOST = 24, 60, 100
+_INDENT = "  "
 
 
 def show_strategies(screen: Screen) -> None:
     """List every method with its one idea and its options."""
-    known = [describe(name) for name in STRATEGIES]
-    rows = [
-        (about["name"], about["summary"], " ".join(o["name"] for o in about["options"]))
-        for about in known
-    ]
-    for name, summary, options in rows:
-        screen.say(f"{name:<10} {summary}\n{'':<10} options: {options or 'none'}")
-    screen.say("\npaceline strategies NAME explains one of them.")
+    known = [describe(name) for name in strategy_names()]
+    column, width = 2 + max(len(about["name"]) for about in known), _width()
+    for about in known:
+        screen.show("\n".join(_entry(about, column, width)))
+    screen.show()
+    screen.show("\n".join(_wrap("paceline strategies NAME explains one of them.", width, "")))
     screen.emit({"strategies": known})
 
 
 def show_strategy(screen: Screen, name: str) -> None:
-    """Explain one method: its docstring, then its options."""
-    about = describe(name)
-    screen.say(inspect.getdoc(strategy_class(name)) or "")
-    screen.say(f"\nOptions, as {name}(name=value) or --set name=value:\n")
-    for option in about["options"]:
-        screen.say(f"  {option['name']} ({option['type']}, default {option['default']})")
-        screen.say(f"      {option['help']}")
-    screen.emit({"strategies": [about]})
+    """Explain one method: its docstring part by part, and its options."""
+    about, parts, width = describe(name), parts_of(name), _width()
+    screen.show("\n".join(_wrap(about["summary"], width, "")))
+    for heading in SHOWN:
+        if heading == "Args":
+            _show_part(screen, _options_title(about), _options(about["options"], width), width)
+        elif heading in parts:
+            _show_part(screen, heading, _part(heading, parts[heading], width), width)
+    screen.emit({"strategies": [about | _texts(parts)]})
+
+
+def _show_part(screen: Screen, title: str, lines: Iterator[str], width: int) -> None:
+    screen.show()
+    screen.show("\n".join([*_wrap(title, width, ""), *lines]))
+
+
+# What docstrings hold ----------------------------------------------------------------------------
+
+
+def parts_of(name: str) -> Parts:
+    """The paragraphs of a method's docstring, by the headings that they stand under."""
+    cls = strategy_class(name)
+    parts: Parts = {}
+    heading = ""
+    for paragraph in re.split(r"\n\s*\n", (inspect.getdoc(cls) or "").strip()):
+        heading = _heading(paragraph, heading)
+        parts.setdefault(heading, []).append(paragraph)
+    return {"Reference": [cls.paper], **parts} if cls.paper else parts
+
+
+def _heading(paragraph: str, before: str) -> str:
+    """The heading of a paragraph that comes after one under ``before``."""
+    if paragraph.startswith(" "):
+        return before
+    if (mark := _MARK.match(paragraph)) is not None:
+        return mark[2] or "Equations"
+    return "Symbols" if _TABLE.match(paragraph) else _AFTER.get(before, before)
+
+
+def _lines(paragraph: str) -> list[str]:
+    """A paragraph in one line; what is laid out in lines, in these."""
+    body = _MARK.sub("", paragraph)
+    if paragraph.startswith(_LAID_OUT):
+        return textwrap.dedent(body.strip("\n")).splitlines()
+    text = without_markup(" ".join(body.split()))
+    headed = body != paragraph and not body.strip().startswith("`")
+    return [text[:1].upper() + text[1:] if headed else text]
+
+
+def _rows(table: str) -> list[tuple[str, str]]:
+    """The rows below the head of a table: all but its last column, and that."""
+    rule, _, _, *lines = table.splitlines()
+    last = rule.rindex(" ") + 1
+    cells = [(line[:last], line[last:]) for line in lines if not line.startswith("=")]
+    return [(without_markup(left).strip(), without_markup(right)) for left, right in cells]
+
+
+def _texts(parts: Parts) -> dict[str, str]:
+    """The parts for a program, paragraph by paragraph; what is not there is empty."""
+    return {
+        heading.lower().replace(" ", "_"): "\n\n".join(
+            "\n".join(_lines(paragraph)) for paragraph in parts.get(heading, [])
+        )
+        for heading in TOLD
+    }
+
+
+# Lines that fit ----------------------------------------------------------------------------------
+
+
+def _width() -> int:
+    """The terminal's width within reason; 80 where there is none."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, _LEAST), _MOST)
+
+
+def _wrap(text: str, width: int, indent: str = _INDENT, hang: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + " " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _entry(about: dict[str, Any], column: int, width: int) -> list[str]:
+    """A method in the list: its name, beside or above its summary and options."""
+    options = ", ".join(f"{o['name']}={_value(o['default'])}" for o in about["options"])
+    indent = _INDENT if width < _NARROW else " " * column
+    lines = _wrap(about["summary"], width, indent)
+    lines += _wrap(f"options: {options or 'none'}", width, indent, len("options: "))
+    if width < _NARROW:
+        return [about["name"], *lines]
+    return [f"{about['name']:<{column}}{lines[0].strip()}", *lines[1:]]
+
+
+def _part(heading: str, paragraphs: Sequence[str], width: int) -> Iterator[str]:
+    """The lines below a heading."""
+    for number, paragraph in enumerate(paragraphs):
+        if number:
+            yield ""
+        if _TABLE.match(paragraph):
+            yield from _symbols(paragraph, width)
+        elif heading == "Example":  # code is left as it is
+            yield from (_INDENT + line for line in _lines(paragraph))
+        else:
+            hang = 4 if paragraph.startswith(_LAID_OUT) else 0
+            for line in _lines(paragraph):
+                deep = len(line) - len(line.lstrip())
+                yield from _wrap(line, width, hang=hang + deep)
+
+
+def _symbols(table: str, width: int) -> Iterator[str]:
+    rows = _rows(table)
+    column = 2 + max(len(symbol) for symbol, _ in rows)
+    for symbol, meaning in rows:
+        yield from _wrap(f"{symbol:<{column}}{meaning}", width, hang=column)
+
+
+def _options_title(about: dict[str, Any]) -> str:
+    how = f", as {about['name']}(name=value) or --set name=value"
+    return "Options" + how * bool(about["options"])
+
+
+def _options(options: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
+    for option in options:
+        kind = f"{option['type']}, default {_value(option['default'])}"
+        yield from _wrap(f"{option['name']} ({kind})", width, hang=4)
+        yield from _wrap(option["help"], width, 3 * _INDENT)
+    if not options:
+        yield f"{_INDENT}none"
+
+
+def _value(value: Any) -> str:
+    """A value as it is typed after ``name=``.
+
+    >>> _value(None), _value(True), _value(0.5), _value("keep")
+    ('none', 'true', '0.5', 'keep')
+    """
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,15 +18,17 @@ from paceline.cli.options import (
     TransportName,
     Workers,
     command,
+    refuse_beside,
 )
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
-from paceline.cli.train import Job
+from paceline.cli.train import Job, replay_run
 from paceline.options import at_least
 from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
 
 CLUSTER = "ethernet-10g"
+BESIDE_REPLAY = ("replay", "cluster", "out", "json", "quiet", "verbose")
 _STRATEGIES = f"Strategies: {', '.join(STRATEGIES)}; paceline strategies explains them."
 _CLUSTERS = f"{_STRATEGIES} Clusters: {', '.join(PRESETS)}, or the path of a TOML file."
 
@@ -76,14 +79,24 @@ def run(
 @command(app, epilog=_CLUSTERS)
 def sim(
     training: Training,
+    context: typer.Context,
     strategy: StrategySpec = "allreduce",
     workers: Workers = 8,
     cluster: Annotated[
         str, Option("--cluster", "-c", help="A named cluster, or a TOML file.")
     ] = CLUSTER,
+    replay: Annotated[
+        Path | None,
+        Option("--replay", metavar="RUN", help="Follow the recorded order of a real run's folder."),
+    ] = None,
 ) -> None:
     """Train in virtual time, on a simulated cluster."""
-    job, screen, place = _job(training, strategy), training.screen(), load_cluster(cluster)
+    screen, place = training.screen(), load_cluster(cluster)
+    if replay is not None:
+        refuse_beside(context, "--replay", BESIDE_REPLAY)
+        replay_run(screen, replay, place, training.out)
+        return
+    job = _job(training, strategy)
     show_result(screen, job.simulate(screen, workers, place), job.task.name, place.name)
 
 

@@ -10,7 +10,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from paceline.cli.screen import Screen
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 StrategySpec = Annotated[
     str, Option("--strategy", "-s", help='A method: "sasgd", or "sasgd(interval=8)".')
@@ -100,6 +100,16 @@ class Training(Output):
         """What was given for ``train``."""
         names = ("epochs", "steps", "lr", "batch_size", "model", "data")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def refuse_beside(context: typer.Context, option: str, allowed: Container[str]) -> None:
+    """Refuse what was typed together with ``option`` and is not ``allowed`` beside it."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        typed = source is not None and source.name == "COMMANDLINE"
+        if typed and parameter.name not in allowed:
+            name = max(parameter.opts, key=len)
+            raise UsageError(f"{name} must not be given with {option}: the recorded run decides it")
 
 
 def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], None]:

@@ -36,6 +36,11 @@ class Screen:
         if not self.quiet:
             print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
+    def show(self, text: str = "") -> None:
+        """Show a piece of the outcome to people."""
+        if not self.as_json:
+            print(text, flush=True)
+
     def emit(self, outcome: Mapping[str, Any]) -> None:
         """Write the outcome as the last line, if a program asked for it."""
         if self.as_json:

@@ -48,6 +48,15 @@ def find_task(chosen: Training) -> Task:
     return Task("built-in task", BUILT_IN, arguments)
 
 
+def recorded_task(config: Mapping[str, Any]) -> Task:
+    """The task of a real run, from its configuration."""
+    reference, arguments = config["train"], config["arguments"]
+    if "script" in reference:
+        _check_script(Path(reference["script"]), arguments)
+    name = Path(reference.get("script") or reference.get("main") or reference["module"]).name
+    return Task("built-in task" if reference == BUILT_IN else name, reference, arguments)
+
+
 def choose_out(out: Path | None, what: str) -> Path:
     """The folder of a run: the one that was given, or a fresh one under ``runs``."""
     chosen = out

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.capacity import check_real_workers, check_virtual_workers
-from paceline.cli.screen import Screen, Watch
-from paceline.cli.task import Task, check_device, choose_out
-from paceline.errors import WorkerFailed
+from paceline.cli.screen import Screen, Watch, show_result
+from paceline.cli.task import Task, check_device, choose_out, recorded_task
+from paceline.errors import UsageError, WorkerFailed
+from paceline.folder import MODEL, RecordedRun, largest_difference
 from paceline.launched import launched_rank_and_size
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Nursery
@@ -72,10 +74,13 @@ class Job:
                 train, workers=workers, device=device, out=self.out, **self._common(watch)
             )
 
-    def simulate(self, screen: Screen, workers: int, cluster: Cluster) -> Result:
-        """Run on a simulated cluster."""
+    def simulate(
+        self, screen: Screen, workers: int, cluster: Cluster, replay: Path | None = None
+    ) -> Result:
+        """Run on a simulated cluster, in an order of its own or that of a recorded run."""
         check_virtual_workers(workers)
-        folder = choose_out(self.out, f"sim-{strategy_name(self.strategy)}-{workers}")
+        kind = "sim" if replay is None else "replay"
+        folder = choose_out(self.out, f"{kind}-{strategy_name(self.strategy)}-{workers}")
         from paceline.reference import find
         from paceline.run import simulate
 
@@ -88,6 +93,7 @@ class Job:
                 train,
                 workers=workers,
                 cluster=cluster,
+                replay=replay,
                 out=folder,
                 on_progress=watch.progress,
                 **self._common(watch),
@@ -103,6 +109,50 @@ class Job:
             "arguments": self.task.arguments,
             "on_metric": watch.metric,
         }
+
+
+def replay_run(screen: Screen, path: Path, cluster: Cluster, out: Path | None) -> None:
+    """Replay a real run, and show whether it comes to the same parameters."""
+    run = RecordedRun(path)
+    recorded, task = run.model, recorded_task(run.config)
+    job = Job(task=task, strategy=_recorded_method(run), seed=run.config["seed"], out=out)
+    result = job.simulate(screen, run.config["workers"], cluster, path)
+    difference = largest_difference(Path(result.out or "") / MODEL, recorded)
+    show_result(ReplayScreen(screen, run, difference), result, task.name, cluster.name)
+
+
+def _recorded_method(run: RecordedRun) -> Strategy:
+    from paceline.reference import unpack_strategy
+
+    try:
+        return unpack_strategy(run.config["method"])
+    except (ImportError, AttributeError) as error:
+        told = run.config["strategy"]
+        raise UsageError(f"strategy ({told}) must be one that can be imported: {error}") from None
+
+
+class ReplayScreen(Screen):
+    """Shows the result of a replay beside the run that was recorded."""
+
+    def __init__(self, screen: Screen, run: RecordedRun, difference: float | None) -> None:
+        super().__init__(as_json=screen.as_json, quiet=screen.quiet, verbose=screen.verbose)
+        self._run, self._difference = run, difference
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        super().facts({**facts, "replay": self._verdict()})
+
+    def emit(self, outcome: Mapping[str, Any]) -> None:
+        same = self._difference is None
+        super().emit({**outcome, "replay": str(self._run.path), "same_parameters": same})
+
+    def _verdict(self) -> str:
+        if self._difference is None:
+            return "same parameters as the recorded run"
+        threads, world = self._run.config["threads"], self._run.config["world"]
+        return (
+            f"parameters differ by up to {self._difference:g} from the recorded run"
+            f" ({world}, {threads} thread{'s' if threads != 1 else ''} a rank)"
+        )
 
 
 def _default_transport() -> str:

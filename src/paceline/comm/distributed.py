@@ -33,6 +33,7 @@ _TICK = timedelta(seconds=0.25)
 _SIOCGIFADDR = 0x8915
 _POLL_S = 0.005
 _STAY_S = 1.0
+_NCCL_POLL_S = 2e-5
 
 
 def connect_on_loopback(
@@ -92,11 +93,16 @@ def _join(
 ) -> DistributedTransport:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=_forever(limits)
+        _backend(size), store=store, rank=rank, world_size=size, timeout=_forever(limits)
     )
     return DistributedTransport(store, rank, size, limits, started_s, rank_order)
+
+
+def _backend(size: int) -> str:
+    """nccl for what lies on GPUs, unless ranks of this host share one, which nccl refuses."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"
 
 
 def interface_towards(host: str) -> str | None:
@@ -271,6 +277,7 @@ class DistributedTransport(Transport):
         self.rank, self.size, self.rank_order = rank, size, rank_order
         self._owns_groups = owns_groups
         self._limits, self._started_s = limits, started_s
+        self._nccl = "nccl" in str(dist.get_backend_config())
         self._store = dist.PrefixStore("paceline", store)
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._peers = Peers(self._store, rank, size, limits)
@@ -324,7 +331,7 @@ class DistributedTransport(Transport):
         others = [member for member in members if member != self.rank]
         while True:
             try:
-                work.wait(_TICK)
+                self._wait_a_tick(work)
                 return
             except RuntimeError as error:
                 watch = watch or Watch(op, self._limits)
@@ -334,6 +341,18 @@ class DistributedTransport(Transport):
                 if gone:
                     raise self._lost(gone, watch) from None
                 watch.keep_patience(others)
+
+    def _wait_a_tick(self, work: Any) -> None:
+        """Wait for a while; nccl must not be told how long, or it gives up for good."""
+        if not self._nccl or work is _NOTHING:
+            work.wait(_TICK)
+            return
+        until_s = time.monotonic() + _TICK.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                raise RuntimeError("timed out")
+            time.sleep(_NCCL_POLL_S)
+        work.wait()
 
     def _find_lost(self, others: Sequence[int], watch: Watch) -> Exception:
         """A connection broke: give the reason a moment to show."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm.base import Factor, Transport, Work
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, PeersGone
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -27,12 +27,18 @@ class MeteredTransport(Transport):
 
     ``bytes_sent`` is the payload that strategies hand in: the same on every transport. An
     all-reduce of n bytes counts n for each rank that contributes, a broadcast n for each member.
+
+    What chance or timing decides is in the trace, so that a run can be replayed from it: which
+    message was taken, which version was read, which ticket was drawn, who was seen to be here.
+    ``look`` is the number of the call that saw it, among those that may see nothing.
     """
 
     def __init__(self, inner: Transport, trace: Trace | None = None) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.meter = Meter()
         self._trace = trace
+        self._looks = 0
+        self._missing: dict[str, tuple[int, ...]] = {"alive": (), "expected": ()}
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
         """Write an event of this rank to the trace, at the present time."""
@@ -53,10 +59,22 @@ class MeteredTransport(Transport):
     # Messages ------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[int, ...]:
-        return self.inner.alive()
+        return self._saw("alive", self.inner.alive())
 
     def expected(self) -> tuple[int, ...]:
-        return self.inner.expected()
+        return self._saw("expected", self.inner.expected())
+
+    def _saw(self, question: str, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Note who is missing, if it is not as when this rank asked last; at first, nobody is."""
+        self._looks += 1
+        missing: tuple[int, ...] = ()
+        if len(members) < self.size:
+            here = set(members)
+            missing = tuple(rank for rank in range(self.size) if rank not in here)
+        if missing != self._missing[question]:
+            self._missing[question] = missing
+            self.note("alive", missing=list(missing), look=self._looks)
+        return members
 
     def starters(self) -> tuple[int, ...]:
         return self.inner.starters()
@@ -69,7 +87,9 @@ class MeteredTransport(Transport):
         return _MeteredWork(self, "send", self.inner.start_send(x, dst, tag))
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        left = self.inner.post(x, dst, tag)
+        return self._posted(x, dst, tag, self.inner.post(x, dst, tag))
+
+    def _posted(self, x: Tensor, dst: int, tag: int, left: bool) -> bool:
         if left:
             self._sent("post", dst, x.nbytes, tag=tag)
         else:
@@ -85,13 +105,19 @@ class MeteredTransport(Transport):
             if watch:
                 self.note("gone", lost.rank)
             raise
+        except PeersGone:
+            self.note("gone")
+            raise
         self.note("recv", src, x.nbytes, tag=tag)
         return src, x
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        message = self.inner.take_now(like, sources, tag)
+        return self._polled(self.inner.take_now(like, sources, tag), tag)
+
+    def _polled(self, message: tuple[int, Tensor] | None, tag: int) -> tuple[int, Tensor] | None:
+        self._looks += 1
         if message is not None:
-            self.note("recv", message[0], message[1].nbytes, tag=tag)
+            self.note("recv", message[0], message[1].nbytes, tag=tag, look=self._looks)
         return message
 
     def publish(self, x: Tensor) -> int:
@@ -100,7 +126,12 @@ class MeteredTransport(Transport):
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        seen: tuple[int, Tensor] | None = self._waiting(lambda: self.inner.peek(src, like))
+        return self._peeked(src, lambda: self.inner.peek(src, like))
+
+    def _peeked(
+        self, src: int, peek: Callable[[], tuple[int, Tensor] | None]
+    ) -> tuple[int, Tensor] | None:
+        seen: tuple[int, Tensor] | None = self._waiting(peek)
         if seen is None:
             self.note("peek", src, version=None)
         else:
@@ -132,7 +163,11 @@ class MeteredTransport(Transport):
     # Clock and data ------------------------------------------------------------------------------
 
     def ticket(self, queue: int, epoch: int) -> int | None:
-        return self.inner.ticket(queue, epoch)
+        return self._drew(queue, epoch, self.inner.ticket(queue, epoch))
+
+    def _drew(self, queue: int, epoch: int, number: int | None) -> int | None:
+        self.note("ticket", queue=queue, epoch=epoch, number=number)
+        return number
 
     def now(self) -> float:
         return self.inner.now()

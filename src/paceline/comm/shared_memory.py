@@ -273,17 +273,20 @@ class SharedMemoryTransport(Transport):
 
     def _find(self, sources: Sequence[int], tag: int) -> tuple[int, int, int] | None:
         """The oldest message with this tag of a sender; senders in turn."""
-        words, layout, last = self.words, self.layout, self._last_source
+        last = self._last_source
         for src in sorted(sources, key=lambda source: (source <= last, source)):
-            waiting = []
-            for slot in range(_SLOTS):
-                sequence, its_tag = words.read(layout.slot(src, self.rank, slot), 2)
-                taken = words[layout.receipt(src, self.rank, slot)]
-                if sequence > taken and its_tag == tag:
-                    waiting.append((sequence, src, slot))
-            if waiting:
-                return min(waiting)
+            if self._waiting(src, tag):
+                return min(self._waiting(src, tag))  # an older one may have come behind the look
         return None
+
+    def _waiting(self, src: int, tag: int) -> list[tuple[int, int, int]]:
+        words, layout, found = self.words, self.layout, []
+        for slot in range(_SLOTS):
+            sequence, its_tag = words.read(layout.slot(src, self.rank, slot), 2)
+            taken = words[layout.receipt(src, self.rank, slot)]
+            if sequence > taken and its_tag == tag:
+                found.append((sequence, src, slot))
+        return found
 
     # Memory --------------------------------------------------------------------------------------
 

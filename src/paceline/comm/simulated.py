@@ -27,6 +27,7 @@ from paceline.sim.network import Network
 from paceline.sim.one_core import on_one_core
 
 Vigil = Callable[[], BaseException | None]
+Window = tuple[int, Tensor]
 
 
 class World:
@@ -42,7 +43,7 @@ class World:
         self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
         self.generators = Generators([user_seed(seed, rank) for rank in range(size)])
         self.inboxes: list[list[Message]] = [[] for _ in range(size)]
-        self.windows: list[tuple[int, Tensor] | None] = [None] * size
+        self.windows: list[Window | None] = [None] * size
         self.queues: dict[int, list[int]] = {}
         self.collectives: dict[tuple[tuple[int, ...], int], Collective] = {}
         self.departed: dict[int, str] = {}
@@ -381,10 +382,15 @@ class SimulatedTransport(Transport):
         held = sum(message.posted and message.src == self.rank for message in inbox)
         if held >= MAILBOX_CAPACITY or dst in self.world.departed:
             return False
+        self.deliver(x, dst, tag)
+        return True
+
+    def deliver(self, x: Tensor, dst: int, tag: int) -> None:
+        """Post ``x``, whether the mailbox of ``dst`` has room or not."""
+        self.pass_time()
         now_s = self._calendar.now_s
         there_s = self.world.network.transfer(now_s, self.rank, dst, x.nbytes)
         self._leave(Message(self.rank, tag, x.clone(), True, there_s), dst)
-        return True
 
     def _leave(self, message: Message, dst: int) -> None:
         if dst in self.world.departed:
@@ -471,14 +477,24 @@ class SimulatedTransport(Transport):
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        self.pass_time()
         if not self._charged:
-            window = self.world.windows[src] if src not in self.world.departed else None
+            self.pass_time()
+            window = self._window(src)
             return None if window is None else (window[0], window[1].clone())
+        return self.read(src, like, lambda: self._window(src))
+
+    def _window(self, src: int) -> Window | None:
+        return self.world.windows[src] if src not in self.world.departed else None
+
+    def read(
+        self, src: int, like: Tensor | None, look: Callable[[], Window | None]
+    ) -> Window | None:
+        """Fetch what ``look`` finds at ``src``, in the time that the request and it take."""
+        self.pass_time()
         network, op = self.world.network, f"peek at rank {src}"
         latency_s = network.link(self.rank, src).latency_s
         self._until(self._calendar.now_s + latency_s, op, (src,))
-        window = self.world.windows[src] if src not in self.world.departed else None
+        window = look()
         if window is None:
             self._until(self._calendar.now_s + latency_s, op, (src,))
             return None

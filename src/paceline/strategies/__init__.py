@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, summary_of, unknown
 from paceline.options import build, field_types, parse_value, type_name
 from paceline.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 STRATEGIES = {
     "allreduce": "paceline.strategies.allreduce:AllReduce",
@@ -28,21 +34,80 @@ STRATEGIES = {
 }
 """Name to class. A new method is one file, and one line here."""
 
+GROUP = "paceline.strategies"
+"""The entry points by which other packages give a method a name."""
+
+
+def strategy_names() -> list[str]:
+    """Every method: the built-in ones, then those of other packages."""
+    return [*STRATEGIES, *_foreign()]
+
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The class of a registered method."""
-    if name not in STRATEGIES:
-        raise unknown("strategy", name, STRATEGIES)
-    module, _, attribute = STRATEGIES[name].partition(":")
-    cls: type[Strategy] = getattr(importlib.import_module(module), attribute)
-    return cls
+    """The class of a registered method; packages are asked for a name that is not built in."""
+    if name in STRATEGIES:
+        module, _, attribute = STRATEGIES[name].partition(":")
+        cls: type[Strategy] = getattr(importlib.import_module(module), attribute)
+        return cls
+    foreign = _foreign()
+    if name not in foreign:
+        raise unknown("strategy", name, [*STRATEGIES, *foreign])
+    return _load(foreign[name])
 
 
 def strategy_name(strategy: Strategy) -> str:
     """The registered name of a strategy, or that of its class."""
     cls = type(strategy)
     names = {path: name for name, path in STRATEGIES.items()}
-    return names.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__)
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    if path in names:
+        return names[path]
+    return next((name for name, point in _foreign().items() if _names(point, cls)), cls.__name__)
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    """The methods of other packages by name; of two with one name, that which is found first."""
+    found: dict[str, EntryPoint] = {}
+    for point in _entry_points(tuple(sys.path)):
+        if point.name not in STRATEGIES:
+            found.setdefault(point.name, point)
+    return found
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """What the packages on ``path`` have registered; looked up once for each path."""
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group=GROUP))
+
+
+def _load(point: EntryPoint) -> type[Strategy]:
+    """The class of an entry point, which works without options as every method must."""
+    try:
+        cls = point.load()
+    except Exception as error:
+        raise _unusable(point, f"{point.value} cannot be imported: {summary_of(error)}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+        raise _unusable(point, f"{point.value} must be a subclass of paceline.Strategy")
+    try:
+        cls()
+    except Exception as error:
+        raise _unusable(point, f"{cls.__name__}() fails: {summary_of(error)}") from error
+    return cls
+
+
+def _unusable(point: EntryPoint, reason: str) -> UsageError:
+    package = point.dist.name if point.dist is not None else "an unknown package"
+    return UsageError(f'strategy "{point.name}" of package {package}: {reason}')
+
+
+def _names(point: EntryPoint, cls: type) -> bool:
+    """Whether an entry point stands for a class that is loaded; imports nothing."""
+    try:
+        return bool(attrgetter(point.attr)(sys.modules[point.module]) is cls)
+    except (AttributeError, KeyError):
+        return False
 
 
 def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = None) -> Strategy:
@@ -53,7 +118,7 @@ def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = Non
     if isinstance(spec, Strategy):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
         return build(type(spec), fields | dict(settings or {}), strategy_name(spec))
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
+    match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", spec)
     if match is None:
         raise UsageError(f'strategy ({spec}) must look like "sasgd" or "sasgd(interval=8)"')
     name, inside = match.groups()
@@ -79,28 +144,52 @@ def parse_settings(items: list[str]) -> dict[str, Any]:
 def describe(name: str) -> dict[str, Any]:
     """What ``paceline strategies`` tells of a method."""
     cls = strategy_class(name)
-    helps = _argument_helps(inspect.getdoc(cls) or "")
-    options = [
-        {
-            "name": field.name,
-            "type": type_name(field_types(cls)[field.name]),
-            "default": field.default,
-            "help": helps.get(field.name, ""),
-        }
-        for field in dataclasses.fields(cls)
-    ]
+    doc = inspect.getdoc(cls) or ""
     return {
         "name": name,
-        "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
+        "summary": without_markup(doc.partition("\n")[0]),
         "paper": cls.paper,
-        "options": options,
+        "options": _options(cls, _argument_helps(doc)),
         "synchronous": cls().synchronous,
         "servers": len(cls().roles(2)) - 2,
     }
+
+
+def without_markup(text: str) -> str:
+    """A text of a docstring without the marks of reStructuredText.
+
+    >>> print(without_markup(r"``interval`` of :class:`~paceline.Strategy`, :math:`x_i'`"))
+    interval of Strategy, x_i'
+    """
+    text = re.sub(r":[\w:]+:`~(?:[^`]*\.)?([^`]+)`", r"\1", text)
+    return re.sub(r":[\w:]+:`([^`]+)`", r"\1", text).replace("``", "")
+
+
+def _options(cls: type[Strategy], helps: dict[str, str]) -> list[dict[str, Any]]:
+    """The fields of a method that a user may set; those that ``helps`` tells of in its order."""
+    types, order = field_types(cls), [*helps]
+    options = [
+        {
+            "name": field.name,
+            "type": type_name(types[field.name]),
+            "default": _default(field),
+            "help": helps.get(field.name, ""),
+        }
+        for field in dataclasses.fields(cls)
+        if field.init
+    ]
+    return sorted(
+        options, key=lambda o: order.index(o["name"]) if o["name"] in order else len(order)
+    )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def _argument_helps(doc: str) -> dict[str, str]:
     """The help of each argument, from the ``Args:`` part of a docstring."""
     match = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", doc + "\n", re.MULTILINE)
     entries = re.findall(r"^ {4}(\w+): ((?:.*\n(?: {8}.*\n)*))", match[1] if match else "", re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: without_markup(" ".join(text.split())) for name, text in entries}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.strategies.decentralised import Decentralised
@@ -52,7 +50,8 @@ class ADPSGD(Decentralised):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.finish()
         ...     worker.log(weight=model.weight.item())
@@ -60,9 +59,9 @@ class ADPSGD(Decentralised):
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
 
-    Faults: a slow worker answers late and delays nobody. One that died, left or is stopped for too
-    long is not picked any more; an offer that it has not answered moves nobody. A worker that comes
-    late takes the model of a live peer and takes part.
+    Faults: a slow worker answers late and delays nobody. One that is dead, has left or is stopped
+    for too long is not picked any more; an offer that it has not answered moves nobody. A worker
+    that comes late takes the model of a live peer and takes part.
 
     Bytes: one model each way for each exchange (with 24 bytes more), whatever the number of
     workers; and one model each at the end, for the mean.
@@ -102,7 +101,7 @@ class ADPSGD(Decentralised):
     def _count_open(self, workers: Comm) -> int:
         alive = self.comm.alive()
         self.open = [peer for peer in self.open if peer in alive]
-        return workers.all_reduce(torch.zeros(1), len(self.open))
+        return workers.all_reduce(self.replica.flat.x.new_empty(0), len(self.open))
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""

@@ -38,7 +38,8 @@ class AllReduce(Lockstep):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([float(worker.rank)])).backward()  # gradients 0, 1, 2
+        ...     x = torch.tensor([float(worker.rank)])
+        ...     model(x).backward()  # gradients 0, 1, 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> pl.simulate(train, workers=3, strategy="allreduce").metrics[0]["weight"]
@@ -52,6 +53,9 @@ class AllReduce(Lockstep):
 
     When to use: fast links, equal machines, few workers. The learning rate is that of one large
     batch (factor 1).
+
+    Reference: the baseline of the papers of the other methods. Goyal et al., "Accurate, large
+    minibatch SGD: training ImageNet in 1 hour", 2017, tell how to choose its learning rate.
     """
 
     paper: ClassVar[str] = "synchronous SGD, the baseline of all four papers"

@@ -136,13 +136,17 @@ class Strategy(ABC):
         """The workers that are here from the beginning."""
         return [rank for rank in self.comm.starters() if rank < self.workers]
 
-    def among_live(self, act: Callable[[Comm], T]) -> T:
-        """Let all workers that are left ``act`` together; again, if one is lost on the way."""
+    def among_live(self, act: Callable[[Comm], T], measuring: bool = False) -> T:
+        """Let all workers that are left ``act`` together; again, if one is lost on the way.
+
+        What is only ``measuring`` the run counts nowhere, and takes no virtual time.
+        """
+        comm = self.comm.uncharged() if measuring else self.comm
         lost: set[int] = set()
         while True:
-            left = [r for r in self.comm.expected() if r < self.workers and r not in lost]
+            left = [r for r in comm.expected() if r < self.workers and r not in lost]
             try:
-                return act(self.comm.group(left))
+                return act(comm.group(left))
             except PeerLost as error:
                 lost.update(error.ranks)
 
@@ -158,8 +162,9 @@ class Strategy(ABC):
         """Take up a state that :meth:`state_dict` gave."""
         if set(state) != set(self.state):
             raise UsageError(f"state {sorted(state)} must hold {sorted(self.state)}")
+        device = self.replica.flat.x.device
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, value.to(device) if hasattr(value, "to") else value)
 
 
 def workers_in(strategy: Strategy, size: int) -> int:

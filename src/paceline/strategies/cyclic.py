@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-
 from paceline.errors import PeerLost
 from paceline.options import at_least
 from paceline.strategies.served import GradientServed, Request
@@ -52,7 +50,8 @@ class Cyclic(GradientServed):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> run = pl.simulate(train, workers=2, strategy="cyclic(max_accumulated=1)")
@@ -60,7 +59,7 @@ class Cyclic(GradientServed):
         [-1.0, -3.0]
 
     Faults: a slow worker lets the others add up, until they have ``max_accumulated`` and wait for
-    it (the fixed method always waits). When the holder dies or is stopped for too long, the server
+    it (the fixed method always waits). When the holder is dead, or stopped for too long, the server
     makes a new token of a higher generation for the next worker, and refuses pushes under an older
     one; their gradients stay with their worker until its next turn. Who has come to its end is
     skipped. A worker that comes late fetches the model and enters the ring at its place. The loss
@@ -133,11 +132,11 @@ class Cyclic(GradientServed):
         self.token = None
 
     def _look_for_token(self) -> None:
-        for _, message in self.comm.poll(torch.zeros(2, dtype=torch.float64), TOKEN):
+        for _, message in self.comm.poll(self._token(), TOKEN):
             self._receive(message)
 
     def _wait_for_token(self) -> None:
-        src, message = self.comm.recv_or_loss(torch.zeros(2, dtype=torch.float64), TOKEN)
+        src, message = self.comm.recv_or_loss(self._token(), TOKEN)
         if message is not None:
             self._receive(message)
         elif src >= self.workers:
@@ -174,10 +173,15 @@ class Cyclic(GradientServed):
         request = Request(version=version, batches=self.pending, clock=self.token, last=last)
         self.ask(shard, a, request)
 
+    def _token(self, generation: int = 0, version: int = 0) -> Tensor:
+        """The message that a token is."""
+        return self.replica.flat.x.new_empty(0).double().new_tensor([generation, version])
+
     def _pass_on(self, successor: int) -> None:
         if successor in (self.comm.rank, -1):
             return
-        message = torch.tensor([self.token, self.versions[0]], dtype=torch.float64)
+        assert self.token is not None
+        message = self._token(self.token, self.versions[0])
         self.token = None
         self.comm.post(message, successor, TOKEN)
 
@@ -217,7 +221,7 @@ class Cyclic(GradientServed):
     def _make_token(self) -> None:
         self.generation += 1
         if self.holder >= 0 and self._judges():
-            message = torch.tensor([self.generation, self.version], dtype=torch.float64)
+            message = self._token(self.generation, self.version)
             self.desk.post(message, self.holder, TOKEN)
 
     def _judges(self) -> bool:

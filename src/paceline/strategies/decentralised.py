@@ -48,6 +48,7 @@ class Decentralised(Strategy):
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         self.show(x)
+        self.comm.group(self.comm.starters()).barrier()  # from here on all have something to read
 
     def join(self, x: Tensor) -> None:
         for peer in self.candidates(self.live_workers(), self.comm.rank):

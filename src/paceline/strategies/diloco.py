@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import nn
-
 from paceline.errors import UsageError
 from paceline.options import above, at_least, finite
 from paceline.strategies.lockstep import Lockstep
@@ -49,10 +46,12 @@ class DiLoCo(Lockstep):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
-        >>> run = pl.simulate(train, workers=2, strategy="diloco(interval=1, outer_lr=0.5)")
+        >>> method = "diloco(interval=1, outer_lr=0.5)"
+        >>> run = pl.simulate(train, workers=2, strategy=method)
         >>> [round(m["weight"], 3) for m in run.metrics]  # 0.5 * (1.5 + 0.9 * 1.5)
         [-1.425, -1.425]
 
@@ -122,6 +121,9 @@ class DiLoCo(Lockstep):
 
     def _outer_step(self, moved: Tensor) -> None:
         """Nesterov's step of torch, with the mean of what was moved for a gradient."""
+        import torch
+        from torch import nn
+
         assert self.reference is not None
         theta = nn.Parameter(self.reference)
         theta.grad = moved

@@ -51,7 +51,8 @@ class Downpour(GradientServed):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.finish()
         ...     worker.log(weight=model.weight.item())
@@ -59,9 +60,9 @@ class Downpour(GradientServed):
         >>> [m["weight"] for m in run.metrics]  # every push counts in full
         [-3.0, -3.0]
 
-    Faults: a slow worker pushes less often and delays nobody. The server goes on without one that
-    died or is stopped; what it had not pushed is lost. A worker that comes late fetches the model
-    and takes part. The loss of a server ends the run, naming it.
+    Faults: a slow worker pushes less often and delays nobody. The server goes on without a dead or
+    stopped one; what it had not pushed is lost. A worker that comes late fetches the model and
+    takes part. The loss of a server ends the run, naming it.
 
     Bytes: each worker sends the size of the model every ``push_interval`` steps and is sent it
     every ``fetch_interval`` steps (and a few numbers with each).

@@ -58,15 +58,16 @@ class EASGD(Served):
         ...     worker.log(weight=model.weight.item())
         ...     worker.finish()
         ...     worker.log(center=model.weight.item())
-        >>> run = pl.simulate(train, workers=2, strategy="easgd(alpha=0.25, sync=true)")
-        >>> [m.get("weight") or m["center"] for m in run.metrics]  # both pull the center
+        >>> method = "easgd(alpha=0.25, sync=true)"
+        >>> run = pl.simulate(train, workers=2, strategy=method)
+        >>> [m.get("weight") or m["center"] for m in run.metrics]  # both pull it
         [-1.0, -1.0, -0.5, -0.5]
 
-    Faults: a slow worker exchanges less often and delays nobody. The center goes on without one
-    that died or is stopped; what it had found since its last exchange is lost. A worker that comes
-    late starts at the center. The loss of a server ends the run, naming it. With ``sync``, a slow
-    worker slows all, a lost one ends the run, naming it, and one that runs out of data takes part
-    with weight 0.
+    Faults: a slow worker exchanges less often and delays nobody. The center goes on without a dead
+    or stopped one; what it had found since its last exchange is lost. A worker that comes late
+    starts at the center. The loss of a server ends the run, naming it. With ``sync``, a slow worker
+    slows all, a lost one ends the run, naming it, and one that runs out of data takes part with
+    weight 0.
 
     Bytes: each worker sends and is sent the size of the model every tau steps (with ``sync`` it
     hands it in), and a few numbers.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-
 from paceline.errors import UsageError
 from paceline.options import at_least
 from paceline.seeds import stream
@@ -60,17 +58,18 @@ class Gossip(Decentralised):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> run = pl.simulate(train, workers=2, strategy="gossip(sync=true)")
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
 
-    Faults: a slow worker delays nobody; its peers read an older model. One that died, left or is
-    stopped for too long is not picked any more, and a ring closes over its place. A worker that
-    comes late takes the model of a live peer and takes part. With ``sync``, a slow worker slows
-    all, a lost one ends the run, naming it, and one that runs out of data is not picked.
+    Faults: a slow worker delays nobody; its peers read an older model. One that is dead, has left
+    or is stopped for too long is not picked any more, and a ring closes over its place. A worker
+    that comes late takes the model of a live peer and takes part. With ``sync``, a slow worker
+    slows all, a lost one ends the run, naming it, and one that runs out of data is not picked.
 
     Bytes: one model and 24 bytes for each gossip, whatever the number of workers; with ``sync``
     also 8 bytes per worker and step; and one model each at the end, for the mean.
@@ -175,7 +174,7 @@ class Gossip(Decentralised):
 
     def _meet(self, active: bool) -> list[int]:
         """Those that are still training; nobody, when all have come to their end."""
-        flags = torch.zeros(self.workers, dtype=torch.float64)
+        flags = self.replica.flat.x.new_zeros(self.workers).double()
         flags[self.comm.rank] = 1
         anyone = self.comm.all_reduce(flags, int(active))
         return [rank for rank, flag in enumerate(flags.tolist()) if flag] if anyone else []

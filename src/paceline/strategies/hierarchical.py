@@ -51,7 +51,8 @@ class Hierarchical(Lockstep):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([float(worker.rank)])).backward()  # gradients 0, 1, 2, 3
+        ...     x = torch.tensor([float(worker.rank)])
+        ...     model(x).backward()  # gradients 0, 1, 2, 3
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> method = "hierarchical(group_size=2, group_interval=1, interval=4)"

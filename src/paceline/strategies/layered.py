@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
-
 from paceline.errors import PeerLost
 from paceline.options import at_least
 from paceline.parcel import Parcel
-from paceline.replica import read_settings, write_settings
+from paceline.settings import read_settings, write_settings
 from paceline.strategies.allreduce import FULL
 from paceline.strategies.base import COMMUNICATOR, WORKER, Strategy
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
@@ -67,7 +65,8 @@ class Layered(Strategy):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([float(worker.rank)])).backward()  # gradients 0, 1, 2
+        ...     x = torch.tensor([float(worker.rank)])
+        ...     model(x).backward()  # gradients 0, 1, 2
         ...     sgd.step()
         ...     before = model.weight.item()
         ...     worker.settle()
@@ -76,7 +75,7 @@ class Layered(Strategy):
         >>> run.metrics[0]["before"], run.metrics[0]["after"]
         (0.0, -1.0)
 
-    Faults: a slow worker slows all to its pace. One that died or is stopped for too long is left
+    Faults: a slow worker slows all to its pace. One that is dead, or stopped for too long, is left
     out, and the mean is that of the others. When a communicator is lost, its group goes on through
     the next one, which hands out again what the group may have missed. A worker that runs out of
     data takes part with weight 0; it ends with the same parameters.
@@ -95,15 +94,15 @@ class Layered(Strategy):
 
     paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
     defers: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("steps",)
+    state: ClassVar[tuple[str, ...]] = ("steps", "rounds", "behind")
 
     group_size: int = 4
 
     def __post_init__(self) -> None:
         at_least("group_size", self.group_size, 1)
-        self.steps = self._rounds = 0
+        self.steps = self.rounds = 0
         self._sent: Tensor | None = None
-        self._behind = False
+        self.behind = False
 
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
@@ -137,7 +136,7 @@ class Layered(Strategy):
         if self._sent is None:
             return
         overflow, present, total = self._receive()
-        if total % ODD and not self._behind:
+        if total % ODD and not self.behind:
             self._update(bool(overflow), present)
 
     def finish(self, x: Tensor) -> None:
@@ -145,7 +144,7 @@ class Layered(Strategy):
         while total % ODD:
             self._send_up(x, 0)
             *_, total = self._receive()
-            self._behind = self._behind or total % ODD > 0
+            self.behind = self.behind or total % ODD > 0
         if total >= BEHIND:
             self.among_live(lambda workers: take_latest(workers, x, self.steps))
 
@@ -157,12 +156,12 @@ class Layered(Strategy):
         odd = weight > 0 and (replica.overflow or any(flat.missing))
         present = [float(weight > 0 and not missing) for missing in flat.missing]
         head = Head(
-            round=self._rounds,
-            weight=weight + ODD * odd + BEHIND * self._behind,
+            round=self.rounds,
+            weight=weight + ODD * odd + BEHIND * self.behind,
             overflow=weight > 0 and replica.overflow,
         )
         self._sent = Parcel.of((*head, *present), g).buffer
-        self._rounds += 1
+        self.rounds += 1
         self._post()
 
     def _post(self) -> None:
@@ -274,12 +273,12 @@ class Layered(Strategy):
     def _sum(self, x: Tensor) -> tuple[Tensor, int, Tensor]:
         """The contributions of this group, in rank order."""
         total, weight = x.new_zeros(x.shape), 0
-        flags = torch.zeros(1 + len(self.replica.flat.spans), dtype=torch.float64)
+        flags = x.new_zeros(1 + len(self.replica.flat.spans)).double()
         for src in sorted(self._came):
             parcel = self._came[src]
             _, its_weight, *its_flags = parcel.numbers.tolist()
             weight += round(its_weight)
-            flags += torch.tensor(its_flags, dtype=torch.float64)
+            flags += flags.new_tensor(its_flags)
             if its_weight % ODD:
                 total += parcel.vector
         return total, weight, flags

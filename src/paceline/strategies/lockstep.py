@@ -11,8 +11,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class Lockstep(Strategy):
 
 def take_latest(workers: Comm, x: Tensor, steps: int) -> None:
     """Take the parameters of the worker that has made the most steps; it tells its own."""
-    counts = x.new_zeros(workers.size, dtype=torch.float64)
+    counts = x.new_zeros(workers.size).double()
     counts[workers.rank] = steps
     workers.all_reduce(counts)
     workers.broadcast(x, int(counts.argmax()))

@@ -55,7 +55,8 @@ class SASGD(Lockstep):
         ...     model, sgd = worker.setup(model, sgd)
         ...     for step in range(2):
         ...         sgd.zero_grad()
-        ...         model(torch.tensor([float(worker.rank)])).backward()  # gradients 0 and 1
+        ...         x = torch.tensor([float(worker.rank)])
+        ...         model(x).backward()  # gradients 0 and 1
         ...         sgd.step()
         ...         worker.log(weight=model.weight.item())
         >>> run = pl.simulate(train, workers=2, strategy="sasgd(interval=2)")

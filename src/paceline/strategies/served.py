@@ -11,24 +11,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from paceline.errors import UsageError
 from paceline.options import at_least
 from paceline.parcel import Parcel
-from paceline.replica import Replica, read_settings, write_settings
+from paceline.settings import read_settings
 from paceline.strategies.base import SERVER, WORKER, Staleness, Strategy
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.comm.base import Comm
+    from paceline.replica import Replica
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
 REQUEST, REPLY = 1, 2
-MOMENTUM = 0.9
-"""That of ``server_optimizer="momentum"``, where the user's own has none."""
 
 
 class Request(NamedTuple):
@@ -166,13 +163,17 @@ class Served(Strategy):
 
     # A server's side -----------------------------------------------------------------------------
 
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        if self.comm.rank >= self.workers:
+            part = self.parts[self.comm.rank - self.workers]
+            self.desk = self.comm.group([*range(self.workers), self.comm.rank])
+            self.shelf, self.version = Parcel.of(Reply(), x[part]), 0
+            self.open(self.shelf.vector, part)
+            self.publish()
+        self.comm.group(self.comm.starters()).barrier()  # from here on there is a model to fetch
+
     def serve(self, x: Tensor) -> None:
-        shard = self.comm.rank - self.workers
-        self.desk = self.comm.group([*range(self.workers), self.comm.rank])
-        self.shelf = Parcel.of(Reply(), x[self.parts[shard]])
-        self.version = 0
-        self.open(self.shelf.vector, self.parts[shard])
-        self.publish()
         numbers = len(Request._fields) + self._settings
         like = Parcel.empty(numbers, self.shelf.vector)
         while True:
@@ -216,7 +217,7 @@ class Served(Strategy):
     def _parcel(self, reply: Reply, vector: Tensor | None = None) -> Parcel:
         if vector is not None:
             return Parcel.of(reply, vector)
-        self.shelf.numbers.copy_(torch.tensor(reply, dtype=torch.float64))
+        self.shelf.write(reply)
         return self.shelf
 
     def _reply(self) -> Reply:
@@ -238,10 +239,12 @@ class GradientServed(Served):
     @property
     def adapts(self) -> bool:
         """Whether the servers' steps are other than along the gradient."""
-        own = type(self.replica.optimizer) is not torch.optim.SGD
+        own = type(self.replica.optimizer).__name__ != "SGD"
         return self.server_optimizer == "adagrad" or (self.server_optimizer == "user" and own)
 
     def open(self, w: Tensor, part: slice) -> None:
+        from paceline.master import Master
+
         self.master = Master(w, part, self.replica, self.server_optimizer)
 
     def apply(
@@ -251,57 +254,3 @@ class GradientServed(Served):
         if request.batches:
             self.master.step(gradient, settings, times)
             self.updated(request)
-
-
-class Master:
-    """A shard of the model, stepped in place by an optimizer with the user's parameter groups."""
-
-    def __init__(self, w: Tensor, part: slice, replica: Replica, kind: ServerOptimizer) -> None:
-        self._user, self._kind = replica.optimizer, kind
-        self._parts = [_overlap(group, part) for group in replica.flat.groups]
-        self._parameters = [nn.Parameter(w[own]) for own in self._parts]
-        groups = [
-            {**self._options(group), "params": [parameter]}
-            for group, parameter in zip(self._user.param_groups, self._parameters, strict=True)
-        ]
-        self._optimizer = self._make(groups)
-
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        if self._kind == "user":
-            return {name: group[name] for name in self._user.defaults}
-        options = {"lr": group["lr"], "weight_decay": group.get("weight_decay", 0.0)}
-        if self._kind == "momentum":
-            options["momentum"] = group.get("momentum") or MOMENTUM
-        return options
-
-    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        kinds: dict[str, Any] = {"user": type(self._user), "adagrad": torch.optim.Adagrad}
-        kind = kinds.get(self._kind, torch.optim.SGD)
-        try:
-            made: torch.optim.Optimizer = kind(groups)
-        except TypeError as error:
-            raise UsageError(
-                f"server_optimizer (user) must be sgd, momentum or adagrad: {kind.__name__} cannot"
-                f" be made from its parameter groups alone ({error})"
-            ) from None
-        return made
-
-    def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
-        """Step along ``gradient`` with the settings that came with it; decay so many ``times``."""
-        write_settings(self._user, settings)
-        for group, theirs in zip(
-            self._optimizer.param_groups, self._user.param_groups, strict=True
-        ):
-            names = self._user.defaults if self._kind == "user" else ("lr", "weight_decay")
-            group.update({name: theirs[name] for name in names if name in theirs})
-            if times != 1 and "weight_decay" in group:
-                group["weight_decay"] *= times
-        for parameter, part in zip(self._parameters, self._parts, strict=True):
-            parameter.grad = gradient[part]
-        self._optimizer.step()
-
-
-def _overlap(group: slice, part: slice) -> slice:
-    """What of ``group`` lies in ``part``, counted from its start; empty where they do not meet."""
-    start, stop = max(group.start, part.start), min(group.stop, part.stop)
-    return slice(start - part.start, max(start, stop) - part.start)

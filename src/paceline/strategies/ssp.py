@@ -44,7 +44,8 @@ class SSP(GradientServed):
         ...     torch.nn.init.zeros_(model.weight)
         ...     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         ...     model, sgd = worker.setup(model, sgd)
-        ...     model(torch.tensor([1.0 + worker.rank])).backward()  # gradients 1 and 2
+        ...     x = torch.tensor([1.0 + worker.rank])
+        ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> run = pl.simulate(train, workers=2, strategy="ssp(bound=0)")
@@ -52,8 +53,8 @@ class SSP(GradientServed):
         [-1.5, -1.5]
 
     Faults: a slow worker holds the others back once they are ``bound`` steps ahead: that is the
-    method's rule. One that died or left holds back nobody. A worker that comes late starts at the
-    slowest clock. The loss of a server ends the run, naming it.
+    method's rule. One that is dead or has left holds back nobody. A worker that comes late starts
+    at the slowest clock. The loss of a server ends the run, naming it.
 
     Bytes: each worker sends and is sent the size of the model at each step (and a few numbers).
 

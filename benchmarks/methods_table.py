@@ -1,0 +1,119 @@
+"""Make the tables of docs/methods.md with ``paceline compare``: all methods, three seeds.
+
+    python benchmarks/methods_table.py [virtual] [real] [slow]
+
+``virtual``: 16 simulated workers, ``real``: 4 processes of this machine, both on the built-in
+network with its recipe. ``slow``: what is left of the speed of 7 workers when an eighth comes that
+is 4 times slower. Without a name, all three; each takes some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paceline.strategies import STRATEGIES
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+SEEDS = (1, 2, 3)
+ONE_SLOW = """
+about = "eight workers on 10 Gbit/s Ethernet, the last one 4 times slower"
+
+[network]
+latency_s = 2e-5
+bytes_per_s = 1.25e9
+
+[compute]
+step_s = 1e-3
+sample_s = 3e-4
+spread = 0.05
+slow = { 7 = 4.0 }
+"""
+Row = dict[str, Any]
+
+
+def compare(*options: str) -> list[Row]:
+    command = [sys.executable, "-m", "paceline", "compare", "--json", "--quiet", *options]
+    with tempfile.TemporaryDirectory() as out:
+        told = subprocess.run(
+            [*command, "--out", out], stdout=subprocess.PIPE, text=True, check=True
+        )
+    rows: list[Row] = json.loads(told.stdout.splitlines()[-1])["rows"]
+    return rows
+
+
+def over_seeds(*options: str) -> dict[str, list[Row]]:
+    """The rows of each method, one a seed."""
+    found: dict[str, list[Row]] = {}
+    for seed in SEEDS:
+        for row in compare("--seed", str(seed), *options):
+            found.setdefault(row["strategy"], []).append(row)
+            print(seed, row["strategy"], row["accuracy"], file=sys.stderr, flush=True)
+    return found
+
+
+def accuracy_table(found: dict[str, list[Row]]) -> list[str]:
+    head = "| method | accuracy | sent | staleness, mean (max) | consensus distance | waiting |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for name, rows in found.items():
+        accuracies = [row["accuracy"] for row in rows]
+        spread = f"{min(accuracies):.3f} to {max(accuracies):.3f}"
+        stale = f"{mean_of(rows, 'staleness_mean'):.1f} ({max_of(rows, 'staleness_max'):.0f})"
+        lines.append(
+            f"| `{name}` | {statistics.mean(accuracies):.3f} ({spread}) |"
+            f" {mean_of(rows, 'bytes_sent') / 1e6:,.0f} MB | {stale} |"
+            f" {mean_of(rows, 'consensus_distance'):.3f} | {mean_of(rows, 'wait_share'):.0%} |"
+        )
+    return lines
+
+
+def slow_table() -> list[str]:
+    methods = [*STRATEGIES, "cyclic(max_accumulated=1)"]
+    wanted = ["--model", "mlp", "--epochs", "3", "--batch-size", "16", "-s", ",".join(methods)]
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "one-slow.toml"
+        cluster.write_text(ONE_SLOW)
+        with_it = compare("-w", "8", "-c", str(cluster), *wanted)
+    without = compare("-w", "7", "-c", "ethernet-10g", *wanted)
+    lines = ["| method | samples/s of 7 | with the slow one | kept |", "|---|---|---|---|"]
+    for one, other in zip(without, with_it, strict=True):
+        speeds = [row["samples"] / row["virtual_seconds"] for row in (one, other)]
+        kept = speeds[1] / speeds[0]
+        lines.append(f"| `{one['strategy']}` | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {kept:.2f} |")
+    return lines
+
+
+def mean_of(rows: list[Row], key: str) -> float:
+    return statistics.mean(row[key] or 0.0 for row in rows)
+
+
+def max_of(rows: list[Row], key: str) -> float:
+    return max(row[key] or 0.0 for row in rows)
+
+
+def put(name: str, lines: list[str]) -> None:
+    """Replace what stands between the marks of a table."""
+    table = "\n".join(lines)
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(pattern, rf"\g<1>{table}\n\g<2>", page, count=1, flags=re.DOTALL))
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["virtual", "real", "slow"]
+    if "virtual" in wanted:
+        put("virtual", accuracy_table(over_seeds("-w", "16")))
+    if "real" in wanted:
+        put("real", accuracy_table(over_seeds("-w", "4", "--real")))
+    if "slow" in wanted:
+        put("slow", slow_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The recorded order of a real run, followed in the simulated world.
+
+A real run leaves to chance which message comes first, which version is read, which ticket is drawn
+and who is still seen. Its trace tells all of that, in each rank's own order. In a replay the next
+recorded event of a rank decides what chance decided then, and every event that the rank notes must
+be the recorded one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline.comm.metered import MeteredTransport
+from paceline.errors import PacelineError, PeerLost, UsageError
+from paceline.trace import Trace, read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.comm.simulated import SimulatedTransport
+
+Event = dict[str, Any]
+Edition = tuple[int, int]
+"""A rank, and the version of what it published."""
+T = TypeVar("T")
+
+
+class Replay:
+    """A recorded run, as the ranks of its replay share it."""
+
+    def __init__(self, trace: Path) -> None:
+        self._events: defaultdict[int, list[Event]] = defaultdict(list)
+        try:
+            for record in read(trace):
+                del record["t"]
+                self._events[record.pop("rank")].append(record)
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"{trace} is not the trace of a run: {error!r}") from None
+        self._archive = Archive(event for events in self._events.values() for event in events)
+
+    def follow(self, inner: SimulatedTransport, trace: Trace) -> ReplayedTransport:
+        """The transport of a rank that does as it did."""
+        script = Script(inner.rank, self._events[inner.rank])
+        return ReplayedTransport(inner, trace, script, self._archive)
+
+
+class Script:
+    """What one rank did, in order, and how far its replay has come."""
+
+    def __init__(self, rank: int, events: Sequence[Event]) -> None:
+        self._rank, self._events, self._done = rank, events, 0
+
+    @property
+    def next(self) -> Event | None:
+        """The event that was recorded next; None at the end."""
+        return self._events[self._done] if self._done < len(self._events) else None
+
+    def decision(self, what: str, *events: str) -> Event:
+        """The next event, one of ``events``: how ``what`` came out."""
+        due = self.next
+        if due is None or due["event"] not in events:
+            raise self.differs(what)
+        return due
+
+    def sight(self, **facts: Any) -> Event | None:
+        """The next event, if it has these ``facts``; None when the present look saw nothing."""
+        due = self.next
+        return due if due is not None and facts.items() <= due.items() else None
+
+    def go_on(self, event: Event) -> None:
+        """Leave an event behind, which must be the recorded one."""
+        if event != self.next:
+            raise self.differs(_describe(event))
+        self._done += 1
+
+    def end(self) -> None:
+        """Refuse to end before the recorded run did."""
+        if self.next is not None:
+            raise self.differs("the end of the rank")
+
+    def differs(self, what: str) -> PacelineError:
+        """The error of a replay that comes to ``what`` instead of the recorded event."""
+        place = f"event {self._done + 1} of {len(self._events)}"
+        recorded = "nothing more" if self.next is None else _describe(self.next)
+        return PacelineError(
+            f"rank {self._rank} leaves the recorded run at its {place}: recorded is {recorded},"
+            f" the replay comes to {what}"
+        )
+
+
+def _describe(event: Event) -> str:
+    facts = {name: value for name, value in event.items() if name != "event" and value is not None}
+    return f"{event['event']} ({', '.join(f'{name} {value}' for name, value in facts.items())})"
+
+
+class Archive:
+    """The published versions that are still to be read, and who waits for one."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        peeks = (event for event in events if event["event"] == "peek" and event["version"])
+        self._wanted = Counter((event["peer"], event["version"]) for event in peeks)
+        self._kept: dict[Edition, Tensor] = {}
+        self._waiting: defaultdict[Edition, list[SimulatedTransport]] = defaultdict(list)
+
+    def add(self, edition: Edition, x: Tensor) -> None:
+        """Keep a copy of what was published, if it will be read."""
+        if edition in self._wanted:
+            self._kept[edition] = x.clone()
+            for reader in self._waiting.pop(edition, ()):
+                reader.world.end_wait(reader.rank)
+
+    def take(self, reader: SimulatedTransport, edition: Edition) -> tuple[int, Tensor]:
+        """Wait until it is published; forget it when nobody else will read it."""
+        src, version = edition
+        if edition not in self._kept:
+            self._waiting[edition].append(reader)
+            op = f"peek at version {version} of rank {src}"
+            reader.wait(op, (src,), lambda: reader.lost((src,), op))
+        self._wanted[edition] -= 1
+        return version, self._kept[edition] if self._wanted[edition] else self._kept.pop(edition)
+
+
+class ReplayedTransport(MeteredTransport):
+    """One rank of a replay: what chance decides comes from its script.
+
+    What only looks at the run, through :meth:`uncharged`, sees the present, not the script.
+    """
+
+    inner: SimulatedTransport
+
+    def __init__(
+        self, inner: SimulatedTransport, trace: Trace, script: Script, archive: Archive
+    ) -> None:
+        super().__init__(inner, trace)
+        self._script, self._archive = script, archive
+
+    def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
+        self._script.go_on({"event": event, "peer": peer, "bytes": nbytes, **more})
+        super().note(event, peer, nbytes, **more)
+
+    def alive(self) -> tuple[int, ...]:
+        return self._saw("alive", self._members("alive"))
+
+    def expected(self) -> tuple[int, ...]:
+        return self._saw("expected", self._members("expected"))
+
+    def _members(self, question: str) -> tuple[int, ...]:
+        due = self._script.sight(event="alive", look=self._looks + 1)
+        missing = self._missing[question] if due is None else due["missing"]
+        return tuple(rank for rank in range(self.size) if rank not in missing)
+
+    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")
+        left = bool(came_out["event"] == "post")
+        if left:
+            self.inner.deliver(x, dst, tag)
+        return self._posted(x, dst, tag, left)
+
+    def take(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
+    ) -> tuple[int, Tensor]:
+        if len(sources) > 1:
+            peer = self._script.decision(f"{op} with tag {tag}", "recv", "gone")["peer"]
+            sources = sources if peer is None else (peer,)
+        return super().take(like, sources, tag, op, watch)
+
+    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        due = self._script.sight(event="recv", tag=tag, look=self._looks + 1)
+        if due is None:
+            return self._polled(None, tag)
+        peer = due["peer"]
+        return self._polled(self._come(lambda: self.inner.take(like, (peer,), tag, "poll")), tag)
+
+    def publish(self, x: Tensor) -> int:
+        version = super().publish(x)
+        self._archive.add((self.rank, version), x)
+        return version
+
+    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        version = self._script.decision(f"peek at rank {src}", "peek")["version"]
+
+        def look() -> tuple[int, Tensor] | None:
+            return self._archive.take(self.inner, (src, version)) if version else None
+
+        return self._peeked(src, lambda: self._come(lambda: self.inner.read(src, like, look)))
+
+    def _come(self, wait: Callable[[], T]) -> T:
+        """What was recorded comes, unless its rank ends before."""
+        try:
+            return wait()
+        except PeerLost as lost:
+            raise self._script.differs(f"the end of rank {lost.rank}") from None
+
+    def ticket(self, queue: int, epoch: int) -> int | None:
+        return self._drew(queue, epoch, self._script.decision("ticket", "ticket")["number"])
+
+    def close(self) -> None:
+        self._script.end()
+        super().close()

@@ -1,0 +1,69 @@
+"""The optimizer of a server, on its part of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.replica import Replica
+from paceline.settings import write_settings
+
+MOMENTUM = 0.9
+"""That of ``server_optimizer="momentum"``, where the user's own has none."""
+
+
+class Master:
+    """A shard of the model, stepped in place by an optimizer with the user's parameter groups."""
+
+    def __init__(self, w: Tensor, part: slice, replica: Replica, kind: str) -> None:
+        self._user, self._kind = replica.optimizer, kind
+        self._parts = [_overlap(group, part) for group in replica.flat.groups]
+        self._parameters = [nn.Parameter(w[own]) for own in self._parts]
+        groups = [
+            {**self._options(group), "params": [parameter]}
+            for group, parameter in zip(self._user.param_groups, self._parameters, strict=True)
+        ]
+        self._optimizer = self._make(groups)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self._kind == "user":
+            return {name: group[name] for name in self._user.defaults}
+        options = {"lr": group["lr"], "weight_decay": group.get("weight_decay", 0.0)}
+        if self._kind == "momentum":
+            options["momentum"] = group.get("momentum") or MOMENTUM
+        return options
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        kinds: dict[str, Any] = {"user": type(self._user), "adagrad": torch.optim.Adagrad}
+        kind = kinds.get(self._kind, torch.optim.SGD)
+        try:
+            made: torch.optim.Optimizer = kind(groups)
+        except TypeError as error:
+            raise UsageError(
+                f"server_optimizer (user) must be sgd, momentum or adagrad: {kind.__name__} cannot"
+                f" be made from its parameter groups alone ({error})"
+            ) from None
+        return made
+
+    def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
+        """Step along ``gradient`` with the settings that came with it; decay so many ``times``."""
+        write_settings(self._user, settings)
+        for group, theirs in zip(
+            self._optimizer.param_groups, self._user.param_groups, strict=True
+        ):
+            names = self._user.defaults if self._kind == "user" else ("lr", "weight_decay")
+            group.update({name: theirs[name] for name in names if name in theirs})
+            if times != 1 and "weight_decay" in group:
+                group["weight_decay"] *= times
+        for parameter, part in zip(self._parameters, self._parts, strict=True):
+            parameter.grad = gradient[part]
+        self._optimizer.step()
+
+
+def _overlap(group: slice, part: slice) -> slice:
+    """What of ``group`` lies in ``part``, counted from its start; empty where they do not meet."""
+    start, stop = max(group.start, part.start), min(group.stop, part.stop)
+    return slice(start - part.start, max(start, stop) - part.start)

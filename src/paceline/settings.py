@@ -1,0 +1,44 @@
+"""The numbers of an optimizer that a scheduler may change, as a list that can be sent along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def read_settings(optimizer: Optimizer) -> list[float]:
+    """The numbers that a scheduler may change (lr, momentum, betas), group after group."""
+    numbers: list[float] = []
+    for group in optimizer.param_groups:
+        for name in _setting_names(optimizer):
+            value = group[name]
+            numbers += map(float, value if isinstance(value, (tuple, list)) else [value])
+    return numbers
+
+
+def write_settings(optimizer: Optimizer, numbers: Sequence[float]) -> None:
+    """Set what :func:`read_settings` gave, in the same order."""
+    left = iter(numbers)
+    for group in optimizer.param_groups:
+        for name in _setting_names(optimizer):
+            value = group[name]
+            if hasattr(value, "fill_"):
+                value.fill_(next(left))
+            elif isinstance(value, (tuple, list)):
+                group[name] = tuple(next(left) for _ in value)
+            else:
+                group[name] = next(left)
+
+
+def _setting_names(optimizer: Optimizer) -> list[str]:
+    def is_number(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(is_number(item) for item in value)
+        if hasattr(value, "fill_"):
+            return True
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    return [name for name, value in optimizer.defaults.items() if is_number(value)]

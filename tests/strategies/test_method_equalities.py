@@ -1,0 +1,479 @@
+"""The exact equalities of the asynchronous, layered and hierarchical methods, in float64.
+
+Each test is named after its number in the specification's table. What depends on the order of
+events is run on the simulator, where the order is known, and compared with a direct oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.training import Problem, beat, flat, gradient_at
+from test_equalities import assert_close, assert_replicas_equal, local_sgd, problems, rates, sgd
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+import paceline as pl
+from paceline.strategies.cyclic import Cyclic
+
+crowds = st.integers(2, 5)
+intervals = st.integers(1, 4)
+
+
+def move(x, g, lr):
+    """A step of plain SGD, rounded as torch rounds it."""
+    return x.add(g, alpha=-lr)
+
+
+# Layered and hierarchical ------------------------------------------------------------------------
+
+
+@settings(max_examples=10)
+@given(
+    problem=problems,
+    workers=st.integers(2, 8),
+    group=st.integers(1, 8),
+    lr=rates,
+    momentum=st.floats(0, 0.95),
+    decay=st.floats(0, 0.1),
+)
+def test_e5_layered_is_synchronous_sgd(problem, workers, group, lr, momentum, decay):
+    """With a rate that changes at every step: it belongs to its gradient, though applied later."""
+    problem.optimizer = sgd(lr, momentum=momentum, weight_decay=decay)
+    problem.schedule = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    expected, _ = problem.run("allreduce", workers)
+    actual, _ = problem.run(f"layered(group_size={group})", workers)
+    assert_replicas_equal(actual)
+    assert_close(actual[0], expected[0])
+
+
+@settings(max_examples=8)
+@given(
+    problem=problems, workers=st.integers(2, 6), inner=st.integers(1, 3), times=st.integers(1, 3)
+)
+def test_e23_hierarchical_with_one_group_or_groups_of_one_is_k_avg(problem, workers, inner, times):
+    outer = inner * times
+    settings_ = f"group_interval={inner}, interval={outer}"
+    one_group, _ = problem.run(f"hierarchical(group_size={workers}, {settings_})", workers)
+    assert_replicas_equal(one_group)
+    assert_close(one_group[0], local_sgd(problem, workers, inner, 0.1))
+    alone, _ = problem.run(f"hierarchical(group_size=1, {settings_})", workers)
+    assert_close(alone[0], local_sgd(problem, workers, outer, 0.1))
+    synchronous, _ = problem.run("allreduce", workers)
+    every_step, _ = problem.run(
+        f"hierarchical(group_size={workers}, group_interval=1, interval=3)", workers
+    )
+    assert_close(every_step[0], synchronous[0])
+
+
+def hier_avg(problem, workers, group, inner, outer):
+    """The listing, with one more average of the groups and of all after the last step."""
+    xs = [flat(problem.model())] * workers
+    mean = lambda part: sum(part) / len(part)  # noqa: E731 - one word for one thing
+    for step in range(1, problem.steps + 1):
+        xs = [move(x, gradient_at(problem, x, r, step - 1), 0.1) for r, x in enumerate(xs)]
+        if step % outer == 0:
+            xs = [mean(xs)] * workers
+        elif step % inner == 0:
+            xs = [mean(xs[r // group * group :][:group]) for r in range(workers)]
+    if problem.steps % inner and (problem.steps // inner + 1) * inner % outer:
+        xs = [mean(xs[r // group * group :][:group]) for r in range(workers)]
+    return mean(xs) if problem.steps % outer else xs[0]
+
+
+@settings(max_examples=8)
+@given(problem=problems, group=st.integers(1, 3), inner=st.integers(1, 2), times=st.integers(1, 3))
+def test_hierarchical_follows_its_listing(problem, group, inner, times):
+    options = f"group_size={group}, group_interval={inner}, interval={inner * times}"
+    actual, _ = problem.run(f"hierarchical({options})", 2 * group)
+    assert_replicas_equal(actual)
+    assert_close(actual[0], hier_avg(problem, 2 * group, group, inner, inner * times))
+
+
+# DiLoCo ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8)
+@given(problem=problems, workers=crowds, interval=intervals, lr=rates)
+def test_e18_diloco_with_a_plain_outer_step_is_local_sgd(problem, workers, interval, lr):
+    problem.optimizer = sgd(lr)
+    options = f"interval={interval}, outer_lr=1.0, outer_momentum=0.0"
+    actual, _ = problem.run(f"diloco({options})", workers)
+    assert_replicas_equal(actual)
+    assert_close(actual[0], local_sgd(problem, workers, interval, lr))
+
+
+@settings(max_examples=10)
+@given(problem=problems, workers=crowds, interval=intervals, mu=st.floats(0.1, 0.9))
+def test_diloco_follows_its_listing(problem, workers, interval, mu):
+    actual, _ = problem.run(f"diloco(interval={interval}, outer_momentum={mu!r})", workers)
+    theta, velocity = flat(problem.model()), 0.0
+    xs = [theta] * workers
+    for step in range(problem.steps):
+        xs = [move(x, gradient_at(problem, x, rank, step), 0.1) for rank, x in enumerate(xs)]
+        if (step + 1) % interval == 0 or step == problem.steps - 1:
+            delta = theta - sum(xs) / workers
+            velocity = mu * velocity + delta
+            theta = theta - 0.7 * (delta + mu * velocity)
+            xs = [theta] * workers
+    assert_close(actual[0], theta)
+
+
+# Elastic averaging -------------------------------------------------------------------------------
+
+
+def elastic(problem, workers, alpha, interval, lr, delta=0.0):
+    """EASGD and EAMSGD round robin (algorithms 1 and 2): the center at the end."""
+    c = flat(problem.model())
+    xs, vs = [c.clone() for _ in range(workers)], [torch.zeros_like(c) for _ in range(workers)]
+    for step in range(problem.steps):
+        for rank in range(workers):
+            e = torch.zeros_like(c)
+            if step % interval == 0:
+                e = alpha * (xs[rank] - c)
+                c = c + e
+            g = gradient_at(problem, xs[rank] + delta * vs[rank], rank, step)
+            vs[rank] = delta * vs[rank] - lr * g
+            xs[rank] = xs[rank] + vs[rank] - e
+            if step == problem.steps - 1:  # its last exchange, before the others' last steps
+                c = c + alpha * (xs[rank] - c)
+    return c
+
+
+@settings(max_examples=8)
+@given(
+    problem=problems,
+    workers=crowds,
+    interval=intervals,
+    alpha=st.floats(0.05, 0.5),
+    delta=st.sampled_from([0.0, 0.5, 0.9]),
+)
+def test_e9_eamsgd_follows_its_listing_and_without_momentum_is_easgd(
+    problem, workers, interval, alpha, delta
+):
+    options = f"interval={interval}, alpha={alpha!r}, momentum={delta}"
+    actual, _ = problem.run(f"easgd({options})", workers, cluster=beat())
+    center = elastic(problem, workers, alpha, interval, 0.1, delta)
+    assert_replicas_equal(actual)
+    assert_close(actual[0], center)
+
+
+@settings(max_examples=8)
+@given(problem=problems, workers=crowds, sync=st.booleans())
+def test_e6_easgd_without_springs_is_independent_sgd(problem, workers, sync):
+    actual, _ = problem.run(f"easgd(alpha=0, interval=2, sync={sync})", workers, cluster=beat())
+    for rank in range(workers):
+        x = flat(problem.model())
+        for step in range(problem.steps):
+            x = move(x, gradient_at(problem, x, rank, step), 0.1)
+        assert torch.equal(problem.replicas[rank], x)
+    assert torch.equal(actual[0], flat(problem.model()))  # the center never moved
+
+
+def run_apart(strategy, workers, steps, cluster, width=6):
+    """Workers at different places that have no gradient: their ways, ends, and the answer.
+
+    A way begins where all were before they were put in their places.
+    """
+    ways, ends, answers = {}, {}, {}
+
+    def train(worker):
+        net = nn.Linear(width, 1, bias=False, dtype=torch.float64)
+        net, paced = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        ways[worker.rank] = [flat(net)]
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(worker.rank)
+            net.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64))
+        ways[worker.rank].append(flat(net))
+        if hasattr(worker.strategy, "show"):
+            worker.strategy.show(worker.pace.replica.flat.x)
+            worker.comm.barrier()  # nobody reads what was shown before
+        for _ in range(steps):
+            paced.zero_grad()
+            (net(torch.ones(1, width, dtype=torch.float64)).sum() * 0).backward()
+            paced.step()
+            ways[worker.rank].append(flat(net))
+        if hasattr(worker.strategy, "flush"):
+            worker.strategy.flush(worker.pace.replica.flat.x)
+        ends[worker.rank] = flat(net)
+        worker.finish()
+        answers[worker.rank] = flat(net)
+
+    pl.simulate(train, workers=workers, strategy=strategy, cluster=cluster)
+    ranks = sorted(ways)
+    return [ways[r] for r in ranks], [ends[r] for r in ranks], [answers[r] for r in ranks]
+
+
+@settings(max_examples=8)
+@given(
+    workers=crowds,
+    steps=st.integers(1, 9),
+    alpha=st.floats(0.01, 0.4),
+    sync=st.booleans(),
+    slowness=st.floats(1, 3),
+)
+def test_e7_springs_conserve_the_sum_of_workers_and_center(workers, steps, alpha, sync, slowness):
+    strategy = f"easgd(alpha={alpha!r}, interval=2, sync={sync})"
+    ways, ends, answers = run_apart(strategy, workers, steps, beat(1.0, slowness))
+    center = ways[0][0]
+    assert_close(sum(ends) + answers[0], sum(way[1] for way in ways) + center)
+
+
+@pytest.mark.parametrize("eta", [0.1, 0.5, 1.0, 1.5, 1.9])
+def test_e8_round_robin_easgd_is_stable_up_to_its_bound(eta):
+    """On x^2 / 2: the largest eigenvalue of a round crosses 1 at (4 - 2 eta) / (4 - eta)."""
+    bound, workers = (4 - 2 * eta) / (4 - eta), 4
+
+    def radius(alpha):
+        round_ = np.eye(workers + 1)
+        for rank in range(workers):
+            one = np.eye(workers + 1)
+            one[rank, rank], one[rank, workers] = 1 - eta - alpha, alpha
+            one[workers, rank], one[workers, workers] = alpha, 1 - alpha
+            round_ = one @ round_
+        return max(abs(np.linalg.eigvals(round_)))
+
+    assert radius(0.97 * bound) <= 1 + 1e-9 < radius(1.03 * bound)
+    assert _grows(eta, 1.03 * bound) and not _grows(eta, 0.97 * bound)
+
+
+def _grows(eta, alpha, steps=160):
+    """Whether the strategy itself, round robin on x^2 / 2, ends farther out than half-way."""
+    sizes = {}
+
+    def train(worker):
+        x = nn.Parameter(torch.tensor([1.0 + worker.rank], dtype=torch.float64))
+        holder = nn.ParameterList([x])
+        holder, paced = worker.setup(holder, SGD(holder.parameters(), lr=eta))
+        with torch.no_grad():
+            x.add_(worker.rank * 0.3)
+        for step in range(steps):
+            paced.zero_grad()
+            (x * x / 2).sum().backward()
+            paced.step()
+            if step in (steps // 2, steps - 1):
+                sizes[worker.rank, step] = abs(x.item())
+
+    pl.simulate(train, workers=4, strategy=f"easgd(interval=1, alpha={alpha!r})", cluster=beat())
+    half, last = (max(sizes[r, s] for r in range(4)) for s in (steps // 2, steps - 1))
+    return last > 1.05 * half
+
+
+# Servers -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8)
+@given(problem=problems, lr=rates, shards=st.integers(1, 3))
+@pytest.mark.parametrize("method", ["downpour", "ssp", "cyclic"])
+def test_e10_with_one_active_worker_a_served_method_is_sgd(method, problem, lr, shards):
+    """The other worker has no data; the server steps as the plain optimizer would."""
+    problem.optimizer = sgd(lr, momentum=0.9, weight_decay=0.01)
+    steps = lambda rank: problem.steps if rank == 0 else 0  # noqa: E731 - as run() takes it
+    strategy = f"{method}(shards={shards})"
+    actual, _ = problem.run(strategy, 2, steps=steps, cluster=beat())
+    assert_replicas_equal(actual)
+    assert torch.equal(actual[0], problem.run_alone())
+
+
+@settings(max_examples=10)
+@given(problem=problems, interval=intervals)
+def test_e10_downpour_with_equal_intervals_is_sgd_to_rounding(problem, interval):
+    steps = lambda rank: problem.steps if rank == 0 else 0  # noqa: E731 - as run() takes it
+    options = f"push_interval={interval}, fetch_interval={interval}"
+    actual, _ = problem.run(f"downpour({options})", 2, steps=steps, cluster=beat())
+    assert_close(actual[0], problem.run_alone())
+
+
+def delayed_sgd(problem, workers, lr):
+    """Round robin: update k is the gradient that worker k mod p took p - 1 updates before."""
+    w = flat(problem.model())
+    read = [w] * workers
+    for step in range(problem.steps):
+        gradients = []
+        for rank in range(workers):
+            gradients.append(gradient_at(problem, read[rank], rank, step))
+        for rank in range(workers):
+            w = move(w, gradients[rank], lr)
+            read[rank] = w
+    return w
+
+
+@settings(max_examples=8)
+@given(problem=problems, workers=crowds, lr=rates, shards=st.integers(1, 3))
+@pytest.mark.parametrize("method", ["downpour", "cyclic"])
+def test_e11_lock_step_pushes_are_delayed_sgd(method, problem, workers, lr, shards):
+    problem.optimizer = sgd(lr)
+    options = f"shards={shards}" + (", max_accumulated=1" if method == "cyclic" else "")
+    actual, result = problem.run(f"{method}({options})", workers, cluster=beat())
+    assert_replicas_equal(actual)
+    assert torch.equal(actual[0], delayed_sgd(problem, workers, lr))
+    assert result.staleness_max == workers - 1 if problem.steps > 1 else True
+
+
+@dataclass(kw_only=True)
+class WatchedCyclic(Cyclic):
+    """Writes down who pushed, how old the gradient was, and of how many batches."""
+
+    pushes: ClassVar[list[tuple[int, int, int]]] = []
+
+    def act(self, src, request, vector, settings):
+        if request.batches:
+            self.pushes.append((src, self.version - round(request.version), request.batches))
+        super().act(src, request, vector, settings)
+
+
+@settings(max_examples=10)
+@given(
+    slowness=st.lists(st.floats(0.5, 4), min_size=2, max_size=6),
+    bound=st.sampled_from([1, 3, 8, 100]),
+)
+def test_e12_pushes_are_cyclic_and_p_minus_1_old_at_any_speeds(slowness, bound):
+    workers, steps = len(slowness), 12
+    problem = Problem(seed=1, steps=steps)
+    WatchedCyclic.pushes.clear()
+    _, result = problem.run(
+        WatchedCyclic(max_accumulated=bound), workers, cluster=beat(*slowness, 1.0)
+    )
+    order = [src for src, _, _ in WatchedCyclic.pushes]
+    ended = min(len(order) - 1 - order[::-1].index(rank) for rank in range(workers))
+    assert order[: ended + 1] == [k % workers for k in range(ended + 1)]
+    for number, (_, age, batches) in enumerate(WatchedCyclic.pushes[: ended + 1]):
+        assert age == min(number, workers - 1)
+        assert 1 <= batches <= bound
+    assert sum(batches for *_, batches in WatchedCyclic.pushes) == steps * workers == result.steps
+
+
+@settings(max_examples=10)
+@given(slowness=st.lists(st.floats(0.5, 4), min_size=2, max_size=5), lr=rates)
+@pytest.mark.parametrize("method", ["cyclic(scale=sum)", "downpour(push_interval=3)"])
+def test_constant_gradients_add_up_whatever_the_speeds(method, slowness, lr):
+    """Nothing is lost and nothing pushed twice: w ends at w0 - lr * the sum of all gradients."""
+    ends, starts = {}, {}
+
+    def train(worker):
+        net = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+        net, paced = worker.setup(net, SGD(net.parameters(), lr=lr))
+        starts[worker.rank] = flat(net)
+        for _ in range(7):
+            paced.zero_grad()
+            (net(torch.ones(1, 3, dtype=torch.float64)).sum() * (1 + worker.rank)).backward()
+            paced.step()
+        worker.finish()
+        ends[worker.rank] = flat(net)
+
+    workers = len(slowness)
+    pl.simulate(train, workers=workers, strategy=method, cluster=beat(*slowness, 1.0))
+    total = 7 * sum(1 + rank for rank in range(workers))
+    assert_replicas_equal(list(ends.values()))
+    assert_close(ends[0], starts[0] - lr * total, 1e-11)
+
+
+@settings(max_examples=8)
+@given(problem=problems, workers=crowds, lr=rates, shards=st.integers(1, 2))
+def test_e21_ssp_of_bound_0_is_synchronous_sgd(problem, workers, lr, shards):
+    problem.optimizer = sgd(lr)
+    expected, _ = problem.run("allreduce", workers)
+    problem.optimizer = sgd(lr / workers)
+    uneven = beat(1.0, 2.5, 0.5)
+    actual, _ = problem.run(f"ssp(bound=0, shards={shards})", workers, cluster=uneven)
+    assert_replicas_equal(actual)
+    assert_close(actual[0], expected[0])
+
+
+@settings(max_examples=8)
+@given(slowness=st.lists(st.floats(0.5, 6), min_size=2, max_size=6), bound=st.integers(0, 5))
+def test_ssp_keeps_its_bound(slowness, bound):
+    steps, clocks, apart = 12, dict.fromkeys(range(len(slowness)), 0), []
+
+    def train(worker):
+        net = nn.Linear(2, 1)
+        net, paced = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        for _ in range(steps):
+            paced.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            paced.step()
+            clocks[worker.rank] += 1
+            going = [clock for clock in clocks.values() if clock < steps]
+            apart.append(clocks[worker.rank] - min(going, default=steps))
+        clocks[worker.rank] = steps
+
+    strategy = f"ssp(bound={bound})"
+    pl.simulate(train, workers=len(slowness), strategy=strategy, cluster=beat(*slowness, 1.0))
+    assert max(apart) <= bound + 1
+
+
+# Without a center --------------------------------------------------------------------------------
+
+GOSSIPS = [
+    "gossip",
+    "gossip(mode=push)",
+    "gossip(sync=true, topology=ring)",
+    "gossip(mode=push, sync=true)",
+    "gossip(order=step_first, topology=exponential)",
+    "gossip(order=parallel, probability=0.5)",
+    "adpsgd",
+]
+
+
+@pytest.mark.parametrize("strategy", GOSSIPS)
+@settings(max_examples=8)
+@given(workers=st.integers(2, 6), slowness=st.floats(1, 3))
+def test_e16_gossip_never_leaves_the_hull_and_comes_together(strategy, workers, slowness):
+    ways, _, answers = run_apart(strategy, workers, 30, beat(1.0, slowness))
+    starts = torch.stack([way[1] for way in ways])
+    low, high = starts.amin(0), starts.amax(0)
+    for way in ways:
+        for x in way[1:]:
+            assert bool(((low - 1e-12 <= x) & (x <= high + 1e-12)).all())
+    spread = torch.stack([way[-1] for way in ways]).std(0).max()
+    assert spread < 0.2 * starts.std(0).max()
+    assert_replicas_equal(answers)
+
+
+@settings(max_examples=8)
+@given(workers=st.integers(2, 6), steps=st.integers(1, 12), slowness=st.floats(1, 4))
+@pytest.mark.parametrize("topology", ["complete", "ring", "exponential"])
+def test_adpsgd_conserves_the_mean(topology, workers, steps, slowness):
+    strategy = f"adpsgd(topology={topology})"
+    ways, _, answers = run_apart(strategy, workers, steps, beat(1.0, slowness, 0.7))
+    assert_close(answers[0], sum(way[1] for way in ways) / workers)
+
+
+@settings(max_examples=6)
+@given(problem=problems)
+@pytest.mark.parametrize("order", ["mix_first", "parallel", "step_first"])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_two_synchronous_gossips_follow_their_order(mode, order, problem):
+    """Of two workers, each picks the other; both then are where the equations say."""
+    options = f"mode={mode}, order={order}, sync=true"
+    problem.run(f"gossip({options})", 2)
+    xs = [flat(problem.model())] * 2
+    for step in range(problem.steps):
+        moved = [move(x, gradient_at(problem, x, rank, step), 0.1) for rank, x in enumerate(xs)]
+        if order == "mix_first":
+            xs = [(moved[0] + moved[1]) / 2] * 2
+        elif order == "parallel":
+            xs = [moved[r] - (xs[r] - xs[1 - r]) / 2 for r in range(2)]
+        else:
+            xs = [(moved[r] + xs[1 - r]) / 2 for r in range(2)]
+    for rank in range(2):
+        assert_close(problem.replicas[rank], xs[rank])
+
+
+@settings(max_examples=10)
+@given(problem=problems, workers=crowds)
+@pytest.mark.parametrize("strategy", ["gossip(interval=100)", "gossip(mode=push, interval=100)"])
+def test_gossip_that_never_comes_is_independent_sgd(strategy, problem, workers):
+    problem.run(strategy, workers, cluster=beat())
+    for rank in range(workers):
+        x = flat(problem.model())
+        for step in range(problem.steps):
+            x = move(x, gradient_at(problem, x, rank, step), 0.1)
+        assert torch.equal(problem.replicas[rank], x)

@@ -1,0 +1,264 @@
+"""What each method's docstring says of dead, frozen, slow and late workers, in virtual time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support.training import beat, flat
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.comm.base import Limits
+from paceline.errors import PeerLost
+from paceline.sim.cluster import Cluster, Compute, Link
+from paceline.sim.faults import freeze, join, kill, slow
+
+GOES_ON = [
+    "downpour",
+    "downpour(shards=2)",
+    "easgd(interval=2)",
+    "cyclic",
+    "cyclic(max_accumulated=1, shards=2)",
+    "gossip",
+    "gossip(mode=push, topology=ring)",
+    "ssp",
+    "ssp(bound=0)",
+    "adpsgd",
+]
+ENDS = ["allreduce", "sasgd(interval=2)", "hierarchical(interval=4)", "diloco(interval=2)"]
+ENDS += ["easgd(sync=true)", "gossip(sync=true)"]
+WORKERS, SAMPLES = 4, 240
+PLACE = Cluster(
+    network=Link(latency_s=1e-3, bytes_per_s=1e9), compute=Compute(step_s=1.0, spread=0.1)
+)
+
+
+def run(strategy, faults=(), epochs=2, cluster=PLACE, **how):
+    """Train from one queue of batches: the result, each end, and who took which batch when."""
+    ends, taken = {}, []
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 3, generator=generator))
+
+    def train(worker):
+        torch.manual_seed(worker.rank)
+        net = nn.Linear(3, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+        batches = worker.setup_dataloaders(DataLoader(data, batch_size=4), epochs=epochs)
+        for epoch in range(epochs):
+            for numbers, x in batches:
+                sgd.zero_grad()
+                (net(x) - 1).square().mean().backward()
+                sgd.step()
+                taken.append((worker.comm.now(), worker.rank, epoch, tuple(numbers.tolist())))
+        worker.finish()
+        ends[worker.rank] = flat(net)
+
+    how.setdefault("limits", Limits(dead_s=5.0))
+    result = pl.simulate(
+        train, workers=WORKERS, strategy=strategy, cluster=cluster, faults=faults, **how
+    )
+    return result, ends, taken
+
+
+def assert_same_answer(ends):
+    answers = list(ends.values())
+    for answer in answers[1:]:
+        assert torch.equal(answer, answers[0])
+    assert bool(torch.isfinite(answers[0]).all())
+
+
+@pytest.mark.parametrize("strategy", GOES_ON)
+@pytest.mark.parametrize(("rank", "at"), [(0, 3.3), (2, 21.0)])
+def test_the_others_go_on_without_a_dead_worker(strategy, rank, at):
+    result, ends, taken = run(strategy, [kill(rank=rank).at(seconds=at)])
+    assert result.lost_workers == 1 and sorted(ends) == [r for r in range(WORKERS) if r != rank]
+    assert_same_answer(ends)
+    done = {numbers for *_, numbers in taken}
+    assert len(done) >= SAMPLES // 4 - 1  # but for the batch that the dead one had taken
+    after = [(time_s, r) for time_s, r, *_ in taken if time_s > at + 2]
+    assert {r for _, r in after} == set(ends)
+
+
+@pytest.mark.parametrize("strategy", GOES_ON)
+def test_a_frozen_worker_is_left_behind(strategy):
+    """Others wait for it only where the method's own rule says so, and not beyond dead_s."""
+    result, ends, taken = run(strategy, [freeze(rank=1).at(seconds=4.5)])
+    assert result.lost_workers == 1 and sorted(ends) == [0, 2, 3]
+    assert_same_answer(ends)
+    times = sorted(time_s for time_s, rank, *_ in taken if rank != 1)
+    gaps = [after - before for before, after in pairwise(times)]
+    waits = strategy.startswith(("ssp", "cyclic(max_accumulated=1"))
+    assert max(gaps) < (5.0 + 3 if waits else 1.5)
+
+
+@pytest.mark.parametrize("strategy", GOES_ON)
+def test_a_frozen_worker_that_thaws_in_time_takes_part_again(strategy):
+    result, ends, taken = run(strategy, [freeze(rank=1, for_s=3.0).at(seconds=4.5)])
+    assert result.lost_workers == 0 and sorted(ends) == [0, 1, 2, 3]
+    assert_same_answer(ends)
+    assert any(rank == 1 and time_s > 8 for time_s, rank, *_ in taken)
+    assert sorted(n for *_, e, numbers in taken for n in numbers if e == 0) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("strategy", GOES_ON)
+def test_a_late_worker_takes_the_others_model_and_part(strategy):
+    result, ends, taken = run(strategy, [join(rank=2).at(seconds=12.0)])
+    assert result.joined_workers == 1 and sorted(ends) == [0, 1, 2, 3]
+    assert_same_answer(ends)
+    mine = [time_s for time_s, rank, *_ in taken if rank == 2]
+    assert mine and min(mine) > 12.0
+    first = [time_s for time_s, rank, *_ in taken if rank != 2]
+    assert min(first) < 2.0  # nobody waited for it
+
+
+@pytest.mark.parametrize("strategy", GOES_ON)
+def test_a_late_worker_starts_from_a_trained_model(strategy):
+    start = {}
+
+    def train(worker):
+        torch.manual_seed(worker.rank)
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        start[worker.rank] = net.weight.item()
+        for _ in range(30):
+            sgd.zero_grad()
+            (net(torch.ones(1, 1)) - 1).square().sum().backward()
+            sgd.step()
+
+    late = [join(rank=2).at(seconds=20.0)]
+    pl.simulate(train, workers=3, strategy=strategy, cluster=PLACE, faults=late)
+    assert start[0] == 0.0 and start[2] > 0.2
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "easgd", "gossip", "adpsgd", "cyclic"])
+def test_a_worker_ten_times_slower_delays_nobody(strategy):
+    """The others take as many batches as they would without it, in the same time."""
+    _, _, taken = run(strategy, [slow(rank=3, factor=10.0).at(seconds=0.0)])
+    until_s = 25.0
+    counts = [sum(r == rank and t < until_s for t, r, *_ in taken) for rank in range(WORKERS)]
+    least = 0.75 if strategy == "cyclic" else 0.85  # of 10 batches it may add up 8, then it waits
+    assert min(counts[:3]) >= least * until_s and counts[3] <= 3
+
+
+@pytest.mark.parametrize("strategy", ENDS)
+@pytest.mark.parametrize("how", [kill, freeze])
+def test_a_lost_worker_ends_a_synchronous_run_by_name(strategy, how):
+    with pytest.raises(PeerLost) as caught:
+        run(strategy, [how(rank=2).at(seconds=5.5)])
+    assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "gossip", "adpsgd"])
+def test_a_worker_lost_before_the_first_step_ends_the_run_by_name(strategy):
+    with pytest.raises(PeerLost) as caught:
+        run(strategy, [kill(rank=2).at(seconds=0.0)])
+    assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("strategy", ["downpour(shards=2)", "easgd", "cyclic", "ssp"])
+def test_a_lost_server_ends_the_run_by_name(strategy):
+    with pytest.raises(PeerLost) as caught:
+        run(strategy, [kill(rank=4).at(seconds=5.5)])
+    assert caught.value.ranks == (4,)
+
+
+# The token ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0.5, 2.5, 3.5, 7.5, 11.2])
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_token_whose_holder_died_is_made_anew(rank, at):
+    """With the fixed method everybody waits for the token, so that one lost for good would hang."""
+    strategy = "cyclic(max_accumulated=1)"
+    result, ends, _ = run(strategy, [kill(rank=rank).at(seconds=at)], cluster=beat())
+    assert sorted(ends) == [r for r in range(WORKERS) if r != rank]
+    assert_same_answer(ends)
+    assert result.staleness_max <= WORKERS
+
+
+def test_a_token_of_an_older_generation_is_refused():
+    """Worker 1 dies with the token; later worker 2 finds its old token, which counts no more."""
+    pending = {}
+
+    def train(worker):
+        net = nn.Linear(2, 1, bias=False)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        for step in range(12):
+            if worker.rank == 2 and step == 6:
+                worker.strategy.token = 0
+            sgd.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            sgd.step()
+            pending[worker.rank, step] = worker.strategy.pending
+        worker.finish()
+
+    faults = [kill(rank=1).at(step=1)]
+    result = pl.simulate(train, workers=3, strategy="cyclic", cluster=beat(), faults=faults)
+    assert result.lost_workers == 1
+    assert pending[2, 6] > 0  # what was refused is still to come
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0.5, 1.0005, 1.0015, 1.0025, 3.7, 9.2])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_layers_go_on_with_the_mean_of_those_alive(rank, at):
+    result, ends, _ = run("layered(group_size=2)", [kill(rank=rank).at(seconds=at)])
+    assert result.lost_workers == 1 and sorted(ends) == [r for r in range(WORKERS) if r != rank]
+    assert_same_answer(ends)
+
+
+@pytest.mark.parametrize("at", [0.5, 0.9005, 1.0005, 1.0015, 1.0025, 1.0035, 3.7, 9.2])
+@pytest.mark.parametrize("communicator", [4, 5])
+def test_a_group_goes_on_through_the_next_communicator(communicator, at):
+    """Whenever it dies, no update is lost or made twice: the ends are those of a whole run."""
+    faults = [kill(rank=communicator).at(seconds=at)]
+    _, ends, _ = run("layered(group_size=2)", faults)
+    _, expected, _ = run("allreduce")
+    assert sorted(ends) == list(range(WORKERS))
+    assert_same_answer(ends)
+    assert float((ends[0] - expected[0]).abs().max()) < 1e-5
+
+
+# One slow worker ---------------------------------------------------------------------------------
+
+
+def samples_per_s(strategy, workers, slowness):
+    """Over whole epochs, the last batch of each worker included."""
+    place = Cluster(
+        network=Link(latency_s=2e-5, bytes_per_s=1.25e9),
+        compute=Compute(step_s=6e-3, spread=0.05, slow=slowness),
+    )
+    data = TensorDataset(torch.randn(4000, 2))
+
+    def train(worker):
+        net = nn.Linear(2, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+        batches = worker.setup_dataloaders(DataLoader(data, batch_size=16))
+        for _ in range(3):
+            for (x,) in batches:
+                sgd.zero_grad()
+                net(x).mean().backward()
+                sgd.step()
+
+    result = pl.simulate(train, workers=workers, strategy=strategy, cluster=place)
+    return result.samples / result.virtual_seconds
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "easgd", "downpour", "adpsgd", "cyclic"])
+def test_of_8_workers_one_that_is_4_times_slower_costs_nothing(strategy):
+    """They keep at least 0.85 of the speed of the 7 others without it."""
+    kept = samples_per_s(strategy, 8, {7: 4.0}) / samples_per_s(strategy, 7, {})
+    assert kept >= 0.85
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "cyclic(max_accumulated=1)"])
+def test_whoever_waits_for_the_slow_one_keeps_a_third(strategy):
+    kept = samples_per_s(strategy, 8, {7: 4.0}) / samples_per_s(strategy, 7, {})
+    assert 0.2 < kept < 0.4
