@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from paceline.comm.base import Limits
 from paceline.errors import PeerLost
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.sim.faults import freeze, join, kill, slow
+from paceline.strategies.cyclic import Cyclic
 
 GOES_ON = [
     "downpour",
@@ -181,26 +184,43 @@ def test_a_token_whose_holder_died_is_made_anew(rank, at):
     assert result.staleness_max <= WORKERS
 
 
+@dataclass(kw_only=True)
+class WatchedCyclic(Cyclic):
+    """Writes down whose push was refused."""
+
+    refused: ClassVar[list[int]] = []
+
+    def reply(self, src, vector=None, accepted=True, successor=-1):
+        super().reply(src, vector, accepted, successor)
+        if not accepted:
+            self.refused.append(src)
+
+
 def test_a_token_of_an_older_generation_is_refused():
-    """Worker 1 dies with the token; later worker 2 finds its old token, which counts no more."""
-    pending = {}
+    """Worker 1 dies with the token; later worker 2 finds its old one, which counts no more."""
+    counted = {}
 
     def train(worker):
         net = nn.Linear(2, 1, bias=False)
-        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        nn.init.zeros_(net.weight)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=1.0))
         for step in range(12):
             if worker.rank == 2 and step == 6:
                 worker.strategy.token = 0
             sgd.zero_grad()
             net(torch.ones(1, 2)).sum().backward()
             sgd.step()
-            pending[worker.rank, step] = worker.strategy.pending
+            if worker.rank == 2 and step == 6:
+                counted["after"] = worker.strategy.pending
         worker.finish()
+        counted[worker.rank] = -net.weight[0, 0].item()
 
-    faults = [kill(rank=1).at(step=1)]
-    result = pl.simulate(train, workers=3, strategy="cyclic", cluster=beat(), faults=faults)
-    assert result.lost_workers == 1
-    assert pending[2, 6] > 0  # what was refused is still to come
+    WatchedCyclic.refused.clear()
+    place, faults = beat(1.0, 5.0, 1.0, 1.0), [kill(rank=1).at(seconds=3.0)]
+    pl.simulate(train, workers=3, strategy=WatchedCyclic(scale="sum"), cluster=place, faults=faults)
+    assert WatchedCyclic.refused == [2]
+    assert counted["after"] > 0  # what was refused is still there
+    assert counted[0] == counted[2] == 12 + 12  # and nothing is lost, or pushed twice
 
 
 # Layers ------------------------------------------------------------------------------------------

@@ -58,6 +58,9 @@ def train(
 ) -> None:
     """Train on Fashion-MNIST and log the answer's loss and accuracy after each epoch.
 
+    At the end it also logs the accuracy of one worker's own replica (``replica_accuracy``): where
+    replicas differ, as under gossip, it is lower than that of the answer.
+
     Args:
         worker: of any run.
         model: ``cnn`` or ``mlp``.
@@ -88,16 +91,17 @@ def train(
         if done == steps or epoch == epochs - 1:
             break
         log_test(worker, net, images, epoch)
+    _, alone = evaluate(net, images, worker.device) if worker.rank == 0 else (0.0, 0.0)
     worker.finish()
-    log_test(worker, net, images, epoch)
+    log_test(worker, net, images, epoch, replica_accuracy=alone)
 
 
-def log_test(worker: Worker, net: nn.Module, images: Images, epoch: int) -> None:
+def log_test(worker: Worker, net: nn.Module, images: Images, epoch: int, **more: float) -> None:
     """Log loss and accuracy of the method's answer on the test set; one worker does."""
     if worker.rank == 0:
         with worker.answer():
             loss, accuracy = evaluate(net, images, worker.device)
-        worker.log(epoch=epoch + 1, loss=loss, accuracy=accuracy)
+        worker.log(epoch=epoch + 1, loss=loss, accuracy=accuracy, **more)
 
 
 def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[float, float]:
