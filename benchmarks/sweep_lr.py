@@ -22,6 +22,8 @@ from paceline.strategies import STRATEGIES
 from paceline.tasks.fashion import train
 from paceline.tasks.recipe import EPOCHS, RATES
 
+SAME = {"layered": "allreduce"}
+"""Methods that make the same steps as another one share its rate."""
 WORKERS, SEEDS, CLUSTER = 8, (1001, 1002, 1003), "ethernet-10g"
 
 
@@ -58,7 +60,8 @@ def best(found: dict[float, list[float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mlp,cnn")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    names = [name for name in STRATEGIES if name not in SAME]
+    parser.add_argument("--strategies", default=",".join(names))
     parser.add_argument("--start", type=float, default=0.01)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
@@ -70,7 +73,8 @@ def main() -> None:
 
 def write_down(strategy: str, model: str, found: dict[float, list[float]]) -> None:
     record = json.loads(RATES.read_text())
-    record["rates"].setdefault(model, {})[strategy] = best(found)
+    for name in [strategy, *(name for name, same in SAME.items() if same == strategy)]:
+        record["rates"].setdefault(model, {})[name] = best(found)
     table = {f"{lr:g}": accuracies for lr, accuracies in sorted(found.items())}
     record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = table
     setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": CLUSTER}

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from collections import Counter
 
 import pytest
 from hypothesis import settings
 from support.worlds import TRANSPORTS
 
+from paceline.cli import main
+
 settings.register_profile("paceline", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("paceline")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+
+@pytest.fixture
+def paceline(tmp_path, monkeypatch, capsys):
+    """Run a command in a folder of its own; what it wrote on both streams."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def run(*arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        wrote = capsys.readouterr()
+        assert (end.value.code or 0) == code, wrote.err
+        return wrote
+
+    return run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,8 +6,6 @@ import json
 import random
 import re
 import shutil
-import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from support.worlds import on_shared_memory
 
 import paceline as pl
-from paceline.cli import main
 from paceline.comm.base import Comm, Limits
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
@@ -305,23 +302,6 @@ def test_the_recorded_run_is_not_overwritten(recorded, train):
 
 
 # The command -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def paceline(tmp_path, monkeypatch, capsys):
-    """Run a command in a folder of its own; what it wrote on both streams."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-
-    def run(*arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        wrote = capsys.readouterr()
-        assert (end.value.code or 0) == code, wrote.err
-        return wrote
-
-    return run
 
 
 @on_shared_memory

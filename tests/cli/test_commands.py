@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 
 import pytest
 
-from paceline.cli import main
 from paceline.strategies import STRATEGIES
 
 KEYS = {
@@ -47,23 +45,6 @@ def train(worker, epochs=1, how="well"):
         sgd.step()
         worker.log(epoch=epoch, loss=model.weight.sum(), note=how)
 """
-
-
-@pytest.fixture
-def paceline(tmp_path, monkeypatch, capsys):
-    """Run a command in a folder of its own; what it wrote on both streams."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-
-    def run(*arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        wrote = capsys.readouterr()
-        assert (end.value.code or 0) == code, wrote.err
-        return wrote
-
-    return run
 
 
 @pytest.fixture
