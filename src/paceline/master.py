@@ -59,7 +59,7 @@ class Master:
             if times != 1 and "weight_decay" in group:
                 group["weight_decay"] *= times
         for parameter, part in zip(self._parameters, self._parts, strict=True):
-            parameter.grad = gradient[part]
+            parameter.grad = gradient[part] if parameter.numel() else None
         self._optimizer.step()
 
 

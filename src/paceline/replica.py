@@ -47,8 +47,9 @@ class Replica:
 
     def plain_move(self, v: Tensor) -> None:
         """``x - lr * v``, each group with its own learning rate."""
-        for part, lr in zip(self.flat.groups, self.lrs(), strict=True):
-            self.flat.x[part].sub_(v[part], alpha=lr)
+        groups = self.optimizer.param_groups
+        for part, lr, group in zip(self.flat.groups, self.lrs(), groups, strict=True):
+            self.flat.x[part].sub_(v[part], alpha=-lr if group.get("maximize") else lr)
 
     def lrs(self) -> list[float]:
         """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""

@@ -200,7 +200,10 @@ class Worker:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, ``optimizer.step()`` is the plain local step: nothing is exchanged or counted."""
+        """Inside, ``optimizer.step()`` is the plain local step: nothing is exchanged or counted.
+
+        A method that takes its next model from elsewhere (a server, a look-ahead) forgets them.
+        """
         pace = self._running()
         pace.syncing = False
         try:
@@ -209,7 +212,10 @@ class Worker:
             pace.syncing = True
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Clip at the next ``optimizer.step()``: after the reduction, before the update."""
+        """Clip at the next ``optimizer.step()``: after the reduction, before the update.
+
+        Where a server makes the update, before the gradient is sent to it.
+        """
         if not max_norm > 0:
             raise UsageError(f"max_norm ({max_norm}) must be above 0")
         self._running().replica.max_norm = max_norm
@@ -287,6 +293,11 @@ class Worker:
         Parameters, optimizer and strategy, and how many epochs each loader has begun.
         """
         pace = self._running()
+        if not pace.alone and not self.strategy.resumable:
+            raise UsageError(
+                f"{type(self.strategy).__name__} cannot be saved: a part of its state is on the way,"
+                " or on ranks that are no workers; save the answer instead"
+            )
         pace.settle()
         state = {
             "model": self._model.state_dict() if self._model else {},

@@ -224,3 +224,32 @@ def test_a_warm_up_from_0_is_no_lr_of_0():
 
     result = pl.simulate(train, workers=2, strategy="sasgd(interval=2)", cluster="ideal")
     assert result.steps == 6
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=1)", "layered", "diloco"])
+def test_clipping_bounds_what_a_step_moves(strategy):
+    moved = {}
+
+    def train(worker):
+        net = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=1.0))
+        net(torch.full((1, 2), 10.0)).sum().backward()
+        worker.clip_gradients(0.1)
+        sgd.step()
+        worker.finish()
+        moved[worker.rank] = float(net.weight.detach().norm())
+
+    pl.simulate(train, workers=2, strategy=strategy, cluster="ideal")
+    assert 0 < moved[0] < 0.2
+
+
+@pytest.mark.parametrize("strategy", ["layered", "downpour", "gossip", "adpsgd", "cyclic"])
+def test_what_cannot_be_saved_says_so(strategy, tmp_path):
+    def train(worker):
+        net = nn.Linear(2, 1)
+        worker.setup(net, SGD(net.parameters(), lr=1.0))
+        with pytest.raises(pl.UsageError, match="cannot be saved"):
+            worker.save(tmp_path)
+
+    pl.simulate(train, workers=2, strategy=strategy, cluster="ideal")

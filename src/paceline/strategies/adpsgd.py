@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -60,8 +61,9 @@ class ADPSGD(Decentralised):
         [-1.5, -1.5]
 
     Faults: a slow worker answers late and delays nobody. One that is dead, has left or is stopped
-    for too long is not picked any more; an offer that it has not answered moves nobody. A worker
-    that comes late takes the model of a live peer and takes part.
+    for too long is not picked any more; an offer that it has not answered moves nobody. One that
+    has come to its end answers at the very end. A worker that comes late takes the model of a live
+    peer and takes part.
 
     Bytes: one model each way for each exchange (with 24 bytes more), whatever the number of
     workers; and one model each at the end, for the mean.
@@ -108,11 +110,11 @@ class ADPSGD(Decentralised):
         for peer, message in self.comm.poll(self.like(x), MOVE):
             note, move = self.unwrap(message, x)
             x.add_(move)
-            self.open.remove(peer)
+            self.open = [other for other in self.open if other != peer]
             self.stale.note(self.steps - round(note.steps))
         for peer, message in self.comm.poll(self.like(x), OFFER):
             note, theirs = self.unwrap(message, x)
-            move = (x - theirs).div_(2)
+            move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
             if self.comm.post(Parcel.of(note, move).buffer, peer, MOVE):
                 x.sub_(move)
 

@@ -49,6 +49,7 @@ class Strategy(ABC):
         paper: the reference, in one line.
         synchronous: whether workers wait for each other; shards the data, and not a queue, then.
         defers: whether a step may leave work to :meth:`settle`.
+        resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
         state: the attributes that a checkpoint holds.
 
     Attributes:
@@ -62,6 +63,7 @@ class Strategy(ABC):
     paper: ClassVar[str] = ""
     synchronous: ClassVar[bool] = True
     defers: ClassVar[bool] = False
+    resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
 
     # What a method says of itself ----------------------------------------------------------------
@@ -143,8 +145,8 @@ class Strategy(ABC):
         """
         comm = self.comm.uncharged() if measuring else self.comm
         lost: set[int] = set()
-        while True:
-            left = [r for r in comm.expected() if r < self.workers and r not in lost]
+        while True:  # only who is missed shrinks the group, so that all come to the same one
+            left = [rank for rank in range(self.workers) if rank not in lost]
             try:
                 return act(comm.group(left))
             except PeerLost as error:

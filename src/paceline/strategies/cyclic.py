@@ -190,7 +190,7 @@ class Cyclic(GradientServed):
     def open(self, w: Tensor, part: slice) -> None:
         super().open(w, part)
         self.ring = set(self.first_workers())
-        self.holder = min(self.ring)
+        self.holder, self.giver = min(self.ring), -1
         self.generation = 0
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
@@ -202,13 +202,15 @@ class Cyclic(GradientServed):
             self.apply(request, vector, settings, self._decays(request))
             if request.last:
                 self.ring.discard(src)
-            self.holder = self._after(src)
+            self.giver, self.holder = src, self._after(src)
             self.reply(src, successor=self.holder)
 
     def gone(self, src: int) -> None:
         self.ring.discard(src)
         if self.holder == src:
             self.holder = self._after(src)
+            self._make_token()
+        elif self.giver == src:  # it may not have come to pass the token on
             self._make_token()
 
     def _enter(self, src: int) -> None:

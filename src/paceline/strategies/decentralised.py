@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.parcel import Parcel
@@ -18,6 +18,8 @@ from paceline.topology import Topology, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paceline.comm.base import Comm
 
 
 class Note(NamedTuple):
@@ -31,6 +33,8 @@ class Note(NamedTuple):
 @dataclass(kw_only=True)
 class Decentralised(Strategy):
     """A method without a center; subclasses say how two workers meet."""
+
+    resumable: ClassVar[bool] = False
 
     topology: Topology = "complete"
 
@@ -51,7 +55,9 @@ class Decentralised(Strategy):
         self.comm.group(self.comm.starters()).barrier()  # from here on all have something to read
 
     def join(self, x: Tensor) -> None:
-        for peer in self.candidates(self.live_workers(), self.comm.rank):
+        for peer in self.live_workers():
+            if peer == self.comm.rank:
+                continue
             if (seen := self.comm.peek(peer, self.like(x))) is not None:
                 x.copy_(self.unwrap(seen[1], x)[1])
                 self.show(x)
@@ -70,7 +76,13 @@ class Decentralised(Strategy):
 
     def take_mean(self, x: Tensor, trained: bool) -> None:
         """At the end: the mean of all that have trained at all."""
-        self.among_live(lambda workers: workers.all_reduce(x, int(trained), lambda n: 1 / n))
+
+        def mean(workers: Comm) -> Tensor:
+            total = x.clone()
+            workers.all_reduce(total, int(trained), lambda count: 1 / count)
+            return total
+
+        x.copy_(self.among_live(mean))
 
     # Peers ---------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class Gossip(Decentralised):
         if self.probability is not None and self.interval != 1:
             raise UsageError("probability must not be given together with interval")
         self._step_times: list[float] = []
+        self._ended: set[int] = set()
 
     @property
     def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
@@ -151,10 +152,10 @@ class Gossip(Decentralised):
         """The models to average with now, if any."""
         if self.sync:
             return self._swap(x, self._meet(True))
-        peer = self._pick(self.live_workers(), self.comm.rank) if self._is_due() else None
+        peers = [peer for peer in self.live_workers() if peer not in self._ended]
+        peer = self._pick(peers, self.comm.rank) if self._is_due() else None
         if self.mode == "pull":
-            seen = None if peer is None else self.comm.peek(peer, self.like(x))
-            return [] if seen is None else self._open(seen[1], x)
+            return [] if peer is None else self._look_at(peer, x)
         if peer is not None:
             self.comm.post(self.wrap(x), peer, MODEL)
         arrived = self.comm.poll(self.like(x), MODEL)
@@ -193,6 +194,12 @@ class Gossip(Decentralised):
         return [self.unwrap(message, x)[1] for message in messages]
 
     # Models that arrive --------------------------------------------------------------------------
+
+    def _look_at(self, peer: int, x: Tensor) -> list[Tensor]:
+        seen = self.comm.peek(peer, self.like(x))
+        if seen is not None and self.unwrap(seen[1], x)[0].finished:
+            self._ended.add(peer)
+        return [] if seen is None else self._open(seen[1], x)
 
     def _open(self, message: Tensor, x: Tensor) -> list[Tensor]:
         """The model in a message, unless its worker has come to its end; note how old it is."""

@@ -94,6 +94,7 @@ class Layered(Strategy):
 
     paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
     defers: ClassVar[bool] = True
+    resumable: ClassVar[bool] = False
     state: ClassVar[tuple[str, ...]] = ("steps", "rounds", "behind")
 
     group_size: int = 4
@@ -175,14 +176,16 @@ class Layered(Strategy):
         while True:
             try:
                 message = self.comm.recv(self._sent, self._communicator, DOWN)
-                break
             except PeerLost:
                 self._communicator = self._successor(self._communicator)
                 self._post()
+                continue
+            parcel = Parcel(message, self._numbers, self._mean.dtype)
+            number, total, overflow, *present = parcel.numbers.tolist()
+            if round(number) == self.rounds - 1:
+                break
         self._sent = None
-        parcel = Parcel(message, self._numbers, self._mean.dtype)
         self._mean.copy_(parcel.vector)
-        _, total, overflow, *present = parcel.numbers.tolist()
         return overflow, present, round(total)
 
     def _update(self, overflow: bool, present: list[float]) -> None:
@@ -248,11 +251,15 @@ class Layered(Strategy):
         if rank not in self._peers:
             return
         self._peers.discard(rank)
-        later = [peer for peer in sorted(self._peers) if peer > rank]
-        if (later[0] if later else min(self._peers)) == self.comm.rank:
-            alive = self.live_workers()
-            orphans = groups(self.workers, self.group_size)[rank - self.workers]
-            self._members |= set(orphans) & set(alive)
+        alive = set(self.live_workers())
+        for number, group in enumerate(groups(self.workers, self.group_size)):
+            if self._owner(self.workers + number) == self.comm.rank:
+                self._members |= set(group) & alive
+
+    def _owner(self, home: int) -> int:
+        """The communicator that a group goes through whose own was ``home``."""
+        left = sorted(self._peers)
+        return next((peer for peer in left if peer >= home), left[0])
 
     def _combine(self, x: Tensor) -> tuple[Head, list[float], Tensor]:
         """Add up over all communicators; again, with their orphans, when one of them is lost."""

@@ -131,6 +131,7 @@ class SASGD(Lockstep):
             self.lrs, self.lr_changed = lrs, False
         self.lr_changed |= lrs != self.lrs
         if self.gradients is not None:
+            self.replica.clip()
             self.replica.accumulate_gradient(self.gradients)  # gs <- gs + g
         self.local_update()  # x <- x - gamma g
         self.steps += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from paceline.errors import PeerLost
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.settings import read_settings
@@ -71,6 +72,7 @@ class Served(Strategy):
     """A method with servers: subclasses say when to ask, and how a server acts."""
 
     synchronous: ClassVar[bool] = False
+    resumable: ClassVar[bool] = False
 
     shards: int = 1
 
@@ -107,9 +109,17 @@ class Served(Strategy):
         message = Parcel.of(numbers, vector[self.parts[shard]]).buffer
         server = self.workers + shard
         left = self.comm.post(message, server, REQUEST)
+        if not left:
+            self.check_server(shard)
         if not left and must:
             self.comm.send(message, server, REQUEST)
         return left or must
+
+    def check_server(self, shard: int) -> None:
+        """End the run when a server is gone."""
+        server = self.workers + shard
+        if server not in self.comm.alive():
+            raise PeerLost(server, "a request to a server", "it is gone", 0.0)
 
     def hear(self, shard: int, x: Tensor) -> Reply:
         """Wait for a reply, and take its vector into ``x``."""
@@ -135,7 +145,9 @@ class Served(Strategy):
         for shard, part in enumerate(self.parts):
             like = Parcel.empty(len(Reply._fields), x[part])
             seen = comm.peek(self.workers + shard, like.buffer)
-            if seen is not None:
+            if seen is None:
+                self.check_server(shard)
+            else:
                 parcel = Parcel(seen[1], len(Reply._fields), x.dtype)
                 x[part].copy_(parcel.vector)
                 reply = Reply(*parcel.numbers.tolist())
@@ -232,7 +244,11 @@ class Served(Strategy):
 
 @dataclass(kw_only=True)
 class GradientServed(Served):
-    """Servers that apply gradients, with an optimizer of their own."""
+    """Servers that apply gradients, with an optimizer of their own.
+
+    They do not know which parameters had no gradient in a step: those count as zero there, and
+    decay with the rest. A gradient is clipped by its worker, before it is pushed.
+    """
 
     server_optimizer: ServerOptimizer = "user"
 

@@ -83,7 +83,7 @@ class SSP(GradientServed):
         assert g is not None
         self.steps += 1
         self.replica.clip()
-        self.exchange(g, x, clock=self.steps, batches=not self.replica.overflow)
+        self.exchange(g, x, batches=not self.replica.overflow)
 
     def flush(self, x: Tensor) -> None:
         self.exchange(x, x, batches=0, last=1)
@@ -101,8 +101,9 @@ class SSP(GradientServed):
             self.reply(src)
             self.gone(src)
             return
-        clock = min(self.clocks.values(), default=0) if request.join else round(request.clock)
-        self.clocks[src] = self.waiting[src] = max(clock, self.clocks.get(src, 0))
+        slowest = min(self.clocks.values(), default=0)
+        self.clocks[src] = slowest if request.join else self.clocks.get(src, slowest) + 1
+        self.waiting[src] = self.clocks[src]
         self._release()
 
     def gone(self, src: int) -> None:
