@@ -295,7 +295,7 @@ class Worker:
         pace = self._running()
         if not pace.alone and not self.strategy.resumable:
             raise UsageError(
-                f"{type(self.strategy).__name__} cannot be saved: a part of its state is on the way,"
+                f"{type(self.strategy).__name__} cannot be saved: part of its state is on the way,"
                 " or on ranks that are no workers; save the answer instead"
             )
         pace.settle()
