@@ -106,11 +106,11 @@ class Gossip(Decentralised):
         return self.sync
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
-        if self.probability is not None or (self.mode == "push" and not self.sync):
+        if self.probability is not None or not self.sync:
             return None
         first = int(self.order == "mix_first")
         gossips = sum(step % self.interval == 0 for step in range(first, steps + first))
-        flags = 8 * workers * steps if self.sync else 0
+        flags = 8 * workers * steps
         return workers * (2 * nbytes + flags + gossips * self.exchange_bytes(nbytes))
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
