@@ -14,13 +14,12 @@ from support.training import Problem, beat, flat
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.checkpoint import load_state, save_state
 from paceline.strategies import STRATEGIES, make_strategy
 from paceline.strategies.served import REQUEST
-from paceline.tasks.fashion import _as_is, _Pairs, load_images, make_model
+from paceline.tasks.fashion import load_images, make_loader, make_model
 from paceline.tasks.recipe import learning_rate
 from paceline.trace import read
 
@@ -286,9 +285,7 @@ def test_on_skewed_shards_the_answer_beats_every_worker_alone(name):
         net = make_model("mlp")
         rate = learning_rate(name, "mlp")
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=rate, momentum=0.9))
-        pairs = _Pairs(images.x_train, images.y_train)
-        loader = DataLoader(pairs, batch_size=16, shuffle=True, collate_fn=_as_is)
-        batches = worker.setup_dataloaders(loader, data="skewed")
+        batches = worker.setup_dataloaders(make_loader(images, 16), data="skewed")
         for _ in range(2):
             for x, y in batches:
                 sgd.zero_grad()

@@ -151,7 +151,6 @@ def act_at_random(comm, seed, pace):
                 partial(comm.peek, peer),
                 partial(comm.ticket, 0, number // 8),
                 comm.alive,
-                comm.expected,
             ]
         )
         seen.append(repr(deed()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.results import RESULT_KEYS
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,28 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.results import RunBook, Summary
 from paceline.strategies.allreduce import AllReduce
-
-KEYS = [
-    "strategy",
-    "workers",
-    "seed",
-    "steps",
-    "samples",
-    "loss",
-    "accuracy",
-    "seconds",
-    "startup_seconds",
-    "virtual_seconds",
-    "bytes_sent",
-    "wire_bytes",
-    "wait_share",
-    "staleness_mean",
-    "staleness_max",
-    "consensus_distance",
-    "trace_hash",
-    "lost_workers",
-    "joined_workers",
-]
 
 SUMMARY = Summary(
     rank=0,
@@ -85,7 +64,7 @@ def train(worker):
 
 def test_json_has_the_keys_that_other_tools_read():
     told = result_of(SUMMARY).to_json()
-    assert set(told) == {*KEYS, "out"}
+    assert set(told) == {*RESULT_KEYS, "out"}
 
 
 def test_a_simulated_run_fills_every_key(tmp_path):

@@ -10,30 +10,10 @@ import sys
 import threading
 
 import pytest
+from support.results import RESULT_KEYS
 
 from paceline.strategies import STRATEGIES
 
-KEYS = {
-    "strategy",
-    "workers",
-    "seed",
-    "steps",
-    "samples",
-    "loss",
-    "accuracy",
-    "seconds",
-    "startup_seconds",
-    "virtual_seconds",
-    "bytes_sent",
-    "wire_bytes",
-    "wait_share",
-    "staleness_mean",
-    "staleness_max",
-    "consensus_distance",
-    "trace_hash",
-    "lost_workers",
-    "joined_workers",
-}
 SCRIPT = """
 import os, signal, torch
 def train(worker, epochs=1, how="well"):
@@ -65,7 +45,7 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
     epochs = EPOCHS.get(strategy, 6)
     line = ["run", "-s", strategy, "-w", 4, "--model", "mlp", "--epochs", epochs, "--seed", 3]
     told = outcome(*line)
-    assert set(told) >= KEYS
+    assert set(told) >= set(RESULT_KEYS)
     assert told["accuracy"] > LEAST.get(strategy, 0.75)
     assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 4, 3)
     assert told["samples"] == epochs * 4000
@@ -79,7 +59,7 @@ def test_a_simulated_run_learns(strategy, outcome):
     epochs = EPOCHS.get(strategy, 6)
     line = ["sim", "-s", strategy, "-w", 16, "--model", "mlp", "--epochs", epochs, "--seed", 5]
     told = outcome(*line)
-    assert set(told) >= KEYS
+    assert set(told) >= set(RESULT_KEYS)
     assert told["accuracy"] > LEAST.get(strategy, 0.75)
     assert told["virtual_seconds"] > 0
 
@@ -127,7 +107,7 @@ def test_torchrun_starts_a_run_too(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     told = json.loads(line)
-    assert set(told) >= KEYS
+    assert set(told) >= set(RESULT_KEYS)
     assert (told["workers"], told["steps"], told["samples"]) == (2, 10, 640)
     assert (tmp_path / "there" / "model.safetensors").exists()
 

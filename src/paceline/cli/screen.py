@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -199,7 +199,17 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.1f} {units[power]}" if power else f"{nbytes:.0f} B"
 
 
-def show_result(screen: Screen, result: Result, task: str, place: str) -> None:
+class Replayed(NamedTuple):
+    """How a replay compares with the run that was recorded."""
+
+    path: str
+    same: bool
+    verdict: str
+
+
+def show_result(
+    screen: Screen, result: Result, task: str, place: str, replay: Replayed | None = None
+) -> None:
     """Show what a run came to."""
     many = f"{result.workers} worker{'s' if result.workers != 1 else ''}"
     screen.say(f"{task}: {result.strategy}, {many}, {place}")
@@ -216,5 +226,8 @@ def show_result(screen: Screen, result: Result, task: str, place: str) -> None:
         facts["lost workers"] = str(result.lost_workers)
     if result.out is not None:
         facts["written to"] = result.out
+    if replay is not None:
+        facts["replay"] = replay.verdict
     screen.facts(facts)
-    screen.emit(result.to_json())
+    more = {} if replay is None else {"replay": replay.path, "same_parameters": replay.same}
+    screen.emit({**result.to_json(), **more})

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.capacity import check_real_workers, check_virtual_workers
-from paceline.cli.screen import Screen, Watch, show_result
+from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
 from paceline.errors import UsageError, WorkerFailed
 from paceline.folder import MODEL, RecordedRun, largest_difference
@@ -118,7 +117,7 @@ def replay_run(screen: Screen, path: Path, cluster: Cluster, out: Path | None) -
     job = Job(task=task, strategy=_recorded_method(run), seed=run.config["seed"], out=out)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)
-    show_result(ReplayScreen(screen, run, difference), result, task.name, cluster.name)
+    show_result(screen, result, task.name, cluster.name, _compared(run, difference))
 
 
 def _recorded_method(run: RecordedRun) -> Strategy:
@@ -131,28 +130,16 @@ def _recorded_method(run: RecordedRun) -> Strategy:
         raise UsageError(f"strategy ({told}) must be one that can be imported: {error}") from None
 
 
-class ReplayScreen(Screen):
-    """Shows the result of a replay beside the run that was recorded."""
-
-    def __init__(self, screen: Screen, run: RecordedRun, difference: float | None) -> None:
-        super().__init__(as_json=screen.as_json, quiet=screen.quiet, verbose=screen.verbose)
-        self._run, self._difference = run, difference
-
-    def facts(self, facts: Mapping[str, str]) -> None:
-        super().facts({**facts, "replay": self._verdict()})
-
-    def emit(self, outcome: Mapping[str, Any]) -> None:
-        same = self._difference is None
-        super().emit({**outcome, "replay": str(self._run.path), "same_parameters": same})
-
-    def _verdict(self) -> str:
-        if self._difference is None:
-            return "same parameters as the recorded run"
-        threads, world = self._run.config["threads"], self._run.config["world"]
-        return (
-            f"parameters differ by up to {self._difference:g} from the recorded run"
+def _compared(run: RecordedRun, difference: float | None) -> Replayed:
+    same = difference is None
+    verdict = "same parameters as the recorded run"
+    if not same:
+        threads, world = run.config["threads"], run.config["world"]
+        verdict = (
+            f"parameters differ by up to {difference:g} from the recorded run"
             f" ({world}, {threads} thread{'s' if threads != 1 else ''} a rank)"
         )
+    return Replayed(str(run.path), same, verdict)
 
 
 def _default_transport() -> str:

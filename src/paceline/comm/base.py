@@ -65,10 +65,6 @@ class Transport(ABC):
     def alive(self) -> tuple[int, ...]:
         """The ranks that have neither died nor left, this one included."""
 
-    def expected(self) -> tuple[int, ...]:
-        """Those alive, and those that are still to come."""
-        return self.alive()
-
     def starters(self) -> tuple[int, ...]:
         """The ranks that are here from the beginning; others come later."""
         return tuple(range(self.size))
@@ -168,11 +164,6 @@ class Comm:
         """The ranks that have neither died nor left, this one included."""
         alive = set(self.transport.alive())
         return tuple(rank for rank, world in enumerate(self.members) if world in alive)
-
-    def expected(self) -> tuple[int, ...]:
-        """Those alive, and those that are still to come."""
-        expected = set(self.transport.expected())
-        return tuple(rank for rank, world in enumerate(self.members) if world in expected)
 
     def starters(self) -> tuple[int, ...]:
         """The ranks that are here from the beginning; others come later."""

@@ -38,7 +38,7 @@ class MeteredTransport(Transport):
         self.meter = Meter()
         self._trace = trace
         self._looks = 0
-        self._missing: dict[str, tuple[int, ...]] = {"alive": (), "expected": ()}
+        self._missing: tuple[int, ...] = ()
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
         """Write an event of this rank to the trace, at the present time."""
@@ -59,20 +59,17 @@ class MeteredTransport(Transport):
     # Messages ------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[int, ...]:
-        return self._saw("alive", self.inner.alive())
+        return self._saw(self.inner.alive())
 
-    def expected(self) -> tuple[int, ...]:
-        return self._saw("expected", self.inner.expected())
-
-    def _saw(self, question: str, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _saw(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Note who is missing, if it is not as when this rank asked last; at first, nobody is."""
         self._looks += 1
         missing: tuple[int, ...] = ()
         if len(members) < self.size:
             here = set(members)
             missing = tuple(rank for rank in range(self.size) if rank not in here)
-        if missing != self._missing[question]:
-            self._missing[question] = missing
+        if missing != self._missing:
+            self._missing = missing
             self.note("alive", missing=list(missing), look=self._looks)
         return members
 

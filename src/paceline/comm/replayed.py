@@ -142,15 +142,9 @@ class ReplayedTransport(MeteredTransport):
         super().note(event, peer, nbytes, **more)
 
     def alive(self) -> tuple[int, ...]:
-        return self._saw("alive", self._members("alive"))
-
-    def expected(self) -> tuple[int, ...]:
-        return self._saw("expected", self._members("expected"))
-
-    def _members(self, question: str) -> tuple[int, ...]:
         due = self._script.sight(event="alive", look=self._looks + 1)
-        missing = self._missing[question] if due is None else due["missing"]
-        return tuple(rank for rank in range(self.size) if rank not in missing)
+        missing = self._missing if due is None else due["missing"]
+        return self._saw(tuple(rank for rank in range(self.size) if rank not in missing))
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")

@@ -83,10 +83,6 @@ class World:
             if rank not in self.departed and late.get(rank, 0.0) <= now_s
         )
 
-    def expected(self) -> tuple[int, ...]:
-        """The ranks that have neither left nor died, those to come included."""
-        return tuple(rank for rank in range(self.size) if rank not in self.departed)
-
     @property
     def lost(self) -> tuple[int, ...]:
         """The ranks that died, or were frozen for too long."""
@@ -362,10 +358,6 @@ class SimulatedTransport(Transport):
     def alive(self) -> tuple[int, ...]:
         self.pass_time()
         return self.world.alive()
-
-    def expected(self) -> tuple[int, ...]:
-        self.pass_time()
-        return self.world.expected()
 
     def starters(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank not in self.world.joined_late)

@@ -86,8 +86,6 @@ class Cyclic(GradientServed):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("max_accumulated", self.max_accumulated, 1)
-        self.pending = 0
-        self.accrued: Tensor | None = None
         self.token: int | None = None
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
@@ -108,15 +106,8 @@ class Cyclic(GradientServed):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
-        if self.accrued is None:
-            self.accrued = x.new_zeros(x.shape)
         self.steps += 1
-        if not self.replica.overflow:
-            self.replica.clip()
-            self.accrued += g
-            self.pending += 1
-            if self.local_move:
-                self.replica.plain_move(g)
+        self.accrue(g, self.local_move)
         self._look_for_token()
         while self.token is not None or self.pending >= self.max_accumulated:
             if self.token is None:
@@ -161,16 +152,14 @@ class Cyclic(GradientServed):
             self._push(shard, a, last)
         for shard in range(1, self.shards):
             self.hear(shard, x)
-        self.pending = 0
-        if self.accrued is not None:
-            self.accrued.zero_()
+        self.pushed()
         self._pass_on(round(first.successor))
         return True
 
     def _push(self, shard: int, a: Tensor, last: bool) -> None:
         assert self.token is not None
         version = self.versions[shard]
-        request = Request(version=version, batches=self.pending, clock=self.token, last=last)
+        request = Request(version=version, batches=self.pending, token=self.token, last=last)
         self.ask(shard, a, request)
 
     def _token(self, generation: int = 0, version: int = 0) -> Tensor:
@@ -196,7 +185,7 @@ class Cyclic(GradientServed):
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
         if request.join:
             self._enter(src)
-        elif request.clock < self.generation and self._judges():
+        elif request.token < self.generation and self._judges():
             self.reply(src, accepted=False)
         else:
             self.apply(request, vector, settings, self._decays(request))

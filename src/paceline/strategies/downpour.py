@@ -86,9 +86,7 @@ class Downpour(GradientServed):
         super().__post_init__()
         at_least("push_interval", self.push_interval, 1)
         at_least("fetch_interval", self.fetch_interval, 1)
-        self.pending = 0
         self.unheard = False
-        self.accrued: Tensor | None = None
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         pushed = [step for step in range(steps) if self._pushes(step)]
@@ -101,16 +99,9 @@ class Downpour(GradientServed):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
-        if self.accrued is None:
-            self.accrued = x.new_zeros(x.shape)
         push, fetch = self._pushes(self.steps), self._fetches(self.steps)
         self.steps += 1
-        if not self.replica.overflow:
-            self.replica.clip()
-            self.accrued += g
-            self.pending += 1
-            if self.local_move if self.local_move is not None else not self.adapts:
-                self.replica.plain_move(g)
+        self.accrue(g, not self.adapts if self.local_move is None else self.local_move)
         if push and fetch:
             self._push(x)
         elif push:
@@ -132,7 +123,7 @@ class Downpour(GradientServed):
         """Push what has accrued, and fetch the model that came of it."""
         accrued = x if self.accrued is None else self.accrued
         self.exchange(accrued, x, batches=self.pending)
-        self._pushed()
+        self.pushed()
         self.unheard = False
 
     def _leave(self) -> None:
@@ -143,13 +134,8 @@ class Downpour(GradientServed):
             request = Request(reply=0, version=version, batches=self.pending)
             if not self.ask(shard, self.accrued, request, must=shard > 0):
                 return
-        self._pushed()
+        self.pushed()
         self.unheard = True
-
-    def _pushed(self) -> None:
-        self.pending = 0
-        if self.accrued is not None:
-            self.accrued.zero_()
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
         self.apply(request, vector, settings)

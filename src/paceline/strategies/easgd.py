@@ -159,7 +159,7 @@ class EASGD(Served):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         here = x if self.plain is None else self.plain
-        e = self._elastic(here, 1) if self.steps % self.interval == 0 else None
+        e = self._elastic(here) if self.steps % self.interval == 0 else None
         self.steps += 1
         if self.plain is None or self.velocity is None:
             self.local_update()
@@ -187,16 +187,16 @@ class EASGD(Served):
 
     def flush(self, x: Tensor) -> None:
         if self.pending:
-            x.sub_(self._elastic(x, 1))
+            x.sub_(self._elastic(x))
 
     def answer(self, x: Tensor) -> Tensor:
         return super().answer(x) if self.center is None else self.center
 
-    def _elastic(self, x: Tensor, weight: int) -> Tensor:
+    def _elastic(self, x: Tensor) -> Tensor:
         """Move the center, and return by how much this worker has to move the other way."""
         self.pending = 0
         if self.center is not None:
-            return self._meet(x, weight)[1]
+            return self._meet(x, 1)[1]
         e = x.clone()
         self.exchange(x, e)
         return e

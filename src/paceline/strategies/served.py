@@ -36,7 +36,7 @@ class Request(NamedTuple):
         reply: whether the worker waits for the shard.
         version: of the shard that the worker read last.
         batches: in the vector; 0: nothing to apply.
-        clock: what else the method says: a clock, or a token.
+        token: the generation of the token that the worker holds, where there is one.
         last: whether the worker has come to its end.
         join: whether it is the first request of a worker that came late.
     """
@@ -44,7 +44,7 @@ class Request(NamedTuple):
     reply: float = 1
     version: float = 0
     batches: float = 1
-    clock: float = 0
+    token: float = 0
     last: float = 0
     join: float = 0
 
@@ -123,11 +123,12 @@ class Served(Strategy):
 
     def hear(self, shard: int, x: Tensor) -> Reply:
         """Wait for a reply, and take its vector into ``x``."""
-        part = x[self.parts[shard]]
-        like = Parcel.empty(len(Reply._fields), part)
-        message = self.comm.recv(like.buffer, self.workers + shard, REPLY)
+        like = Parcel.empty(len(Reply._fields), x[self.parts[shard]])
+        return self._take_in(shard, x, self.comm.recv(like.buffer, self.workers + shard, REPLY))
+
+    def _take_in(self, shard: int, x: Tensor, message: Tensor) -> Reply:
         parcel = Parcel(message, len(Reply._fields), x.dtype)
-        part.copy_(parcel.vector)
+        x[self.parts[shard]].copy_(parcel.vector)
         reply = Reply(*parcel.numbers.tolist())
         self.versions[shard] = round(reply.version)
         return reply
@@ -148,10 +149,7 @@ class Served(Strategy):
             if seen is None:
                 self.check_server(shard)
             else:
-                parcel = Parcel(seen[1], len(Reply._fields), x.dtype)
-                x[part].copy_(parcel.vector)
-                reply = Reply(*parcel.numbers.tolist())
-                self.versions[shard] = round(reply.version)
+                reply = self._take_in(shard, x, seen[1])
         return reply
 
     def join(self, x: Tensor) -> None:
@@ -251,6 +249,28 @@ class GradientServed(Served):
     """
 
     server_optimizer: ServerOptimizer = "user"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pending = 0
+        self.accrued: Tensor | None = None
+
+    def accrue(self, g: Tensor, local_move: bool) -> None:
+        """Add a gradient to those that are still to be pushed, unless it is infinite."""
+        if self.accrued is None:
+            self.accrued = g.new_zeros(g.shape)
+        if not self.replica.overflow:
+            self.replica.clip()
+            self.accrued += g
+            self.pending += 1
+            if local_move:
+                self.replica.plain_move(g)
+
+    def pushed(self) -> None:
+        """Begin to add up anew."""
+        self.pending = 0
+        if self.accrued is not None:
+            self.accrued.zero_()
 
     @property
     def adapts(self) -> bool:
