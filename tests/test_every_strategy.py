@@ -283,7 +283,7 @@ def test_on_skewed_shards_the_answer_beats_every_worker_alone(name):
         images = load_images()
         torch.manual_seed(0)
         net = make_model("mlp")
-        rate = learning_rate(name, "mlp")
+        rate = learning_rate(worker.strategy, "mlp", 8)
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=rate, momentum=0.9))
         batches = worker.setup_dataloaders(make_loader(images, 16), data="skewed")
         for _ in range(2):

@@ -15,9 +15,7 @@ from paceline.errors import UsageError
 from paceline.folder import check_out
 from paceline.options import above, at_least, finite
 from paceline.seeds import check_seed
-from paceline.tasks.recipe import check_folder, check_model, find_folder
-
-BUILT_IN = {"module": "paceline.tasks.fashion", "name": "train"}
+from paceline.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
 
 
 @dataclass(frozen=True)

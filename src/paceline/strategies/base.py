@@ -77,6 +77,10 @@ class Strategy(ABC):
         """The role of each rank when there are so many workers; workers come first."""
         return (WORKER,) * workers
 
+    def lr_factor(self, workers: int) -> float:
+        """What the learning rate of one large batch wants to be multiplied by."""
+        return 1.0
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
         """The bytes that all ranks together hand to Comm in a run of ``steps`` steps a worker.
 

@@ -69,8 +69,8 @@ class Cyclic(GradientServed):
     token of 16.
 
     When to use: machines of lastingly unequal speed, and a link to the server that must not choke.
-    Turns do not add up as Downpour's pushes do, but follow each other p to a round, so that the
-    learning rate is about that of one worker's batch (factor 1/p with ``mean``).
+    Turns follow each other p to a round, each p - 1 updates old, so that the learning rate wants to
+    be about 1/p of that of one large batch (factor 1/p with ``mean``).
 
     Reference: Hu et al., "Dynamic delay based cyclic gradient update method for distributed
     training", PRCV 2018; fixed: Langford, Smola, Zinkevich, "Slow learners are fast", NIPS 2009.
@@ -79,7 +79,7 @@ class Cyclic(GradientServed):
     paper: ClassVar[str] = "Hu et al., PRCV 2018"
     state: ClassVar[tuple[str, ...]] = ("steps", "versions", "pending", "accrued", "token")
 
-    max_accumulated: int = 8
+    max_accumulated: int = 4
     scale: Literal["mean", "sum"] = "mean"
     local_move: bool = False
 

@@ -255,6 +255,10 @@ class GradientServed(Served):
         self.pending = 0
         self.accrued: Tensor | None = None
 
+    def lr_factor(self, workers: int) -> float:
+        """Every push counts in full, and is the older the more workers there are."""
+        return 1 / workers
+
     def accrue(self, g: Tensor, local_move: bool) -> None:
         """Add a gradient to those that are still to be pushed, unless it is infinite."""
         if self.accrued is None:

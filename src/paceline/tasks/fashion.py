@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
-from paceline.strategies import strategy_name
 from paceline.tasks.recipe import (
     EPOCHS,
     IDX_FILES,
@@ -66,14 +65,14 @@ def train(
         model: ``cnn`` or ``mlp``.
         epochs: passes over the data.
         steps: end after so many steps of this worker, if that comes first.
-        lr: learning rate; the method's own from the recorded sweep when not given.
+        lr: learning rate; when not given the method's own, from the recorded sweep.
         batch_size: samples in a worker's batch; 128 / workers, at least 4, when not given.
         data: folder with the whole data set; the bundled subset when not given.
     """
     images = load_images(data)
     torch.manual_seed(worker.seed)
     net: nn.Module = make_model(model)
-    rate = learning_rate(strategy_name(worker.strategy), model) if lr is None else lr
+    rate = learning_rate(worker.strategy, model, worker.size) if lr is None else lr
     sgd: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM)
     net, sgd = worker.setup(net, sgd)
     loader = make_loader(images, batch_size or batch_of(worker.size))

@@ -1,16 +1,21 @@
 """How the built-in task is trained, for every number of workers; loads no torch.
 
 A global batch of 128, though at least 4 a worker, 12 epochs, SGD with momentum, and one learning
-rate a method from the recorded sweep in ``learning_rates.json``.
+rate a method from the recorded sweep in ``learning_rates.json``, which goes down with the number of
+workers where the method says so.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, unknown
+from paceline.strategies import strategy_name
+
+if TYPE_CHECKING:
+    from paceline.strategies.base import Strategy
 
 RATES = Path(__file__).with_name("learning_rates.json")
 FOLDERS = (
@@ -25,6 +30,8 @@ IDX_FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+BUILT_IN = {"module": "paceline.tasks.fashion", "name": "train"}
+"""Where the training function of the task is found."""
 MODELS = ("cnn", "mlp")
 DEFAULT_RATE = 0.05
 
@@ -38,10 +45,14 @@ def batch_of(workers: int) -> int:
     return max(LEAST_BATCH, GLOBAL_BATCH // workers)
 
 
-def learning_rate(strategy: str, model: str) -> float:
-    """The method's rate from the recorded sweep; of a method that is not in it, a moderate one."""
-    rates: dict[str, Any] = json.loads(RATES.read_text())["rates"]
-    return float(rates.get(model, {}).get(strategy, DEFAULT_RATE))
+def learning_rate(strategy: Strategy, model: str, workers: int) -> float:
+    """The method's rate from the recorded sweep; of a method that is not in it, a moderate one.
+
+    The sweep is at one number of workers; for others, the method's own factor.
+    """
+    record: dict[str, Any] = json.loads(RATES.read_text())
+    rate = float(record["rates"].get(model, {}).get(strategy_name(strategy), DEFAULT_RATE))
+    return rate * strategy.lr_factor(workers) / strategy.lr_factor(record["sweep"]["workers"])
 
 
 def find_folder() -> str:

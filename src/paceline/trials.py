@@ -1,0 +1,251 @@
+"""Many simulated runs on all cores, each made once, for comparisons and experiments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.folder import provenance
+from paceline.options import build
+from paceline.reference import Reference, find, pack_strategy, plain_json, unpack_strategy
+from paceline.results import Result
+from paceline.run import simulate
+from paceline.sim.cluster import Cluster
+from paceline.sim.faults import Fault
+from paceline.strategies.base import Strategy
+from paceline.tasks.recipe import BUILT_IN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One simulated run, told so that another process can make it.
+
+    Args:
+        train: where the training function is found; the built-in task's when not given.
+        arguments: more keyword arguments for it; numbers, texts, lists and dicts.
+    """
+
+    strategy: Strategy
+    workers: int
+    cluster: Cluster
+    seed: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    train: Reference = field(default_factory=lambda: BUILT_IN)
+
+    def config(self) -> dict[str, Any]:
+        """All that decides the outcome, beside the versions."""
+        return {
+            "train": self.train,
+            "strategy": pack_strategy(self.strategy),
+            "workers": self.workers,
+            "cluster": _without_none(asdict(self.cluster)),
+            "seed": self.seed,
+            "arguments": plain_json("arguments", dict(self.arguments)),
+            "faults": [_without_none(asdict(fault)) for fault in self.faults],
+        }
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Trial:
+        """The trial that :meth:`config` tells of."""
+        return cls(
+            **{
+                **config,
+                "strategy": unpack_strategy(config["strategy"]),
+                "cluster": build(Cluster, config["cluster"], "cluster"),
+                "faults": tuple(build(Fault, fault, "fault") for fault in config["faults"]),
+            }
+        )
+
+    def run(self) -> Outcome:
+        """Make the run, in this process."""
+        try:
+            result = simulate(
+                find(self.train),
+                workers=self.workers,
+                strategy=self.strategy,
+                cluster=self.cluster,
+                seed=self.seed,
+                faults=self.faults,
+                arguments=self.arguments,
+            )
+        except PacelineError as error:
+            return Outcome(error=str(error), exit_code=error.exit_code)
+        return Outcome(result=result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a trial: a result, or the error that ended it."""
+
+    result: Result | None = None
+    error: str | None = None
+    exit_code: int = 0
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Outcome:
+        """The outcome that ``asdict`` made this of."""
+        result = told["result"]
+        return cls(**{**told, "result": None if result is None else Result(**result)})
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    *,
+    folder: Path | None = None,
+    processes: int | None = None,
+    on_done: Callable[[int, Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Make the runs, on all cores; the outcomes in the order of ``trials``.
+
+    Args:
+        trials: equal ones are run once.
+        folder: keeps each outcome as soon as it is there; those that are in it already, of the same
+            trial and versions, are not made again.
+        processes: how many runs at a time; one a core when not given.
+        on_done: called with the place of a trial and its outcome, in the order in which they come.
+    """
+    book = _Book(folder)
+    configs = [json.dumps(trial.config(), sort_keys=True) for trial in trials]
+    places: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        places.setdefault(config, []).append(place)
+    found: dict[str, Outcome] = {}
+
+    def take(config: str, outcome: Outcome) -> None:
+        found[config] = outcome
+        for place in places[config]:
+            if on_done is not None:
+                on_done(place, outcome)
+
+    todo = []
+    for config in places:
+        known = book.find(config)
+        if known is None:
+            todo.append(config)
+        else:
+            take(config, known)
+    for config, told in _made(todo, processes or len(os.sched_getaffinity(0))):
+        outcome = Outcome.of(json.loads(told))
+        book.keep(config, told)
+        take(config, outcome)
+    return [found[config] for config in configs]
+
+
+def _made(configs: Sequence[str], processes: int) -> Iterator[tuple[str, str]]:
+    """Each configuration with its outcome, as they are done."""
+    if min(processes, len(configs)) <= 1:
+        for config in configs:
+            yield config, _make(config)
+        return
+    todo: SimpleQueue[str | None] = SimpleQueue()
+    done: SimpleQueue[tuple[str, str]] = SimpleQueue()
+    for job in [*configs, *[None] * processes]:
+        todo.put(job)
+    helpers = [_Helper(todo, done) for _ in range(min(processes, len(configs)))]
+    try:
+        for _ in configs:
+            config, told = done.get()
+            if not told:
+                raise PacelineError("a process that simulates has ended before its time")
+            yield config, told
+    finally:
+        for helper in helpers:
+            helper.end()
+
+
+class _Helper:
+    """A process that makes trials, a line in and a line out, and the thread that feeds it."""
+
+    def __init__(self, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.trials"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        self._thread = threading.Thread(target=self._feed, args=(todo, done))
+        self._thread.start()
+
+    def _feed(self, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]) -> None:
+        """Hand on what is to do, until None comes; an empty answer means that it ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        while (config := todo.get()) is not None:
+            with suppress(OSError):
+                self._process.stdin.write(config + "\n")
+                self._process.stdin.flush()
+            done.put((config, self._process.stdout.readline()))
+
+    def end(self) -> None:
+        """End the process, whatever it is doing."""
+        with suppress(OSError), self._process:
+            self._process.kill()
+            self._thread.join()
+
+
+def _help() -> None:
+    """The program of a helper; what a training function prints goes to standard error."""
+    with open(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        for config in sys.stdin:
+            answers.write(_make(config) + "\n")
+            answers.flush()
+
+
+def _make(config: str) -> str:
+    """One trial, texts in and out."""
+    return json.dumps(asdict(Trial.of(json.loads(config)).run()))
+
+
+class _Book:
+    """Outcomes in a folder, by what decides them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._versions = json.dumps(provenance()["versions"], sort_keys=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def find(self, config: str) -> Outcome | None:
+        path = self._path(config)
+        if path is None or not path.exists():
+            return None
+        return Outcome.of(json.loads(path.read_text("utf-8"))["outcome"])
+
+    def keep(self, config: str, outcome: str) -> None:
+        path = self._path(config)
+        if path is not None:
+            fresh = path.with_suffix(".new")
+            fresh.write_text(f'{{"config": {config}, "outcome": {outcome}}}\n', encoding="utf-8")
+            fresh.replace(path)
+
+    def _path(self, config: str) -> Path | None:
+        if self._folder is None:
+            return None
+        key = hashlib.sha256(f"{self._versions} {config}".encode()).hexdigest()[:20]
+        return self._folder / f"{key}.json"
+
+
+def _without_none(value: Any) -> Any:
+    """A nested dict without what was not given."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return value
+
+
+if __name__ == "__main__":
+    _help()
