@@ -36,8 +36,7 @@ def outcome(paceline):
 
 
 EPOCHS = {"cyclic": 12, "easgd": 12}
-LEAST = {"cyclic": 0.68}
-"""A turn of 16 workers is 15 updates old: it learns slowly (docs/methods.md)."""
+"""These need all of the recipe's epochs; the others are there after half of them."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -46,7 +45,7 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
     line = ["run", "-s", strategy, "-w", 4, "--model", "mlp", "--epochs", epochs, "--seed", 3]
     told = outcome(*line)
     assert set(told) >= set(RESULT_KEYS)
-    assert told["accuracy"] > LEAST.get(strategy, 0.75)
+    assert told["accuracy"] > 0.75
     assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 4, 3)
     assert told["samples"] == epochs * 4000
     assert told["virtual_seconds"] is None and told["trace_hash"] is None
@@ -60,7 +59,7 @@ def test_a_simulated_run_learns(strategy, outcome):
     line = ["sim", "-s", strategy, "-w", 16, "--model", "mlp", "--epochs", epochs, "--seed", 5]
     told = outcome(*line)
     assert set(told) >= set(RESULT_KEYS)
-    assert told["accuracy"] > LEAST.get(strategy, 0.75)
+    assert told["accuracy"] > 0.75
     assert told["virtual_seconds"] > 0
 
 
