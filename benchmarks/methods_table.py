@@ -97,12 +97,16 @@ def max_of(rows: list[Row], key: str) -> float:
     return max(row[key] or 0.0 for row in rows)
 
 
-def put(name: str, lines: list[str]) -> None:
+def put(name: str, lines: list[str], page: Path = PAGE) -> None:
     """Replace what stands between the marks of a table."""
     table = "\n".join(lines)
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(pattern, rf"\g<1>{table}\n\g<2>", page, count=1, flags=re.DOTALL))
+    text, found = re.subn(
+        pattern, rf"\g<1>{table}\n\g<2>", page.read_text(), count=1, flags=re.DOTALL
+    )
+    if not found:
+        raise SystemExit(f"{page} has no place for {name}")
+    page.write_text(text)
 
 
 def main() -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs import train
 
 import paceline as pl
+from paceline.sim.cluster import Compute, Link, Loading, load_cluster
+from paceline.sim.models import MODELS
 
 GPU = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
@@ -25,6 +28,20 @@ def gpu():
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
+
+
+def test_the_models_of_a_simulation_are_those_that_were_timed():
+    spec = importlib.util.spec_from_file_location(
+        "steps_benchmark", GPU.with_name("model_steps.py")
+    )
+    steps = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(steps)
+    assert set(steps.MODELS) == set(MODELS)
+    for name, model in steps.MODELS.items():
+        with torch.device("meta"):
+            parameters = list(model.make().parameters())
+        assert sum(p.nbytes for p in parameters) == MODELS[name].bytes, name
+        assert len(parameters) == MODELS[name].tensors, name
 
 
 @pytest.mark.transport("distributed")
@@ -114,3 +131,97 @@ def test_the_gpu_check_takes_every_method(gpu, monkeypatch):
     assert {case.strategy for case in cases} == set(gpu.strategy_names())
     assert len(cases) == 4 * len(gpu.strategy_names())
     assert options.transport == "distributed"
+
+
+@pytest.fixture
+def slow_network(monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU.parent))
+    yield importlib.import_module("slow_network")
+    for name in ("slow_network", "methods_table"):
+        del sys.modules[name]
+
+
+def outcome_of(slow_network, *looks, samples=100):
+    return slow_network.Outcome(
+        seconds=10.0,
+        steps=4,
+        samples=samples,
+        bytes_sent=None,
+        wire_bytes=3_000_000,
+        looks=[slow_network.Look(at_s, 0.5, accuracy) for at_s, accuracy in looks],
+    )
+
+
+def test_the_slow_network_table_puts_the_quickest_first(slow_network):
+    quick = outcome_of(slow_network, (1.0, 0.7), (2.0, 0.8), (3.0, 0.79))
+    slow, never = outcome_of(slow_network, (8.0, 0.81)), outcome_of(slow_network, (4.0, 0.5))
+    found = {"cyclic": [quick, never], slow_network.DDP: [slow, slow], "sasgd": [quick, quick]}
+    _, _, *rows = slow_network.lines_of(found)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["`sasgd`", "torch DDP", "`cyclic`"]
+    assert [row[1] for row in cells] == ["4", "4", "5"]
+    assert cells[0][2:5] == ["2.0 (2.0 to 2.0)", "0.25", "0.790 (0.790 to 0.790)"]
+    assert cells[2][2:4] == ["not reached (1 of 2)", "-"]
+    assert cells[1][5:] == ["10", "-", "3 MB"]
+
+
+def test_the_slow_network_makes_no_run_twice(slow_network, tmp_path, monkeypatch):
+    made = []
+
+    def run_job(network, job):
+        made.append(job)
+        return outcome_of(slow_network, (1.0, 0.9), samples=len(made))
+
+    monkeypatch.setattr(slow_network, "run_job", run_job)
+    network, job = slow_network.SlowNetwork(4, 100e6), slow_network.Job(way="sasgd")
+    first = slow_network.Book(tmp_path).outcome(network, job)
+    assert slow_network.Book(tmp_path).outcome(network, job) == first
+    assert made == [job]
+    slow_network.Book(tmp_path).outcome(slow_network.SlowNetwork(4, 1e9), job)
+    assert len(made) == 2
+
+
+def test_a_prediction_is_compared_with_its_own_measurement(slow_network):
+    row = slow_network.row_of("sasgd", [110.0, 220.0, 55.0], [100.0, 200.0, 50.0])
+    assert row["error"] == pytest.approx(0.1) and row["spread"] == pytest.approx(0.75)
+    assert slow_network.prediction_lines([row])[-1].endswith("| +10% | ±75% | yes |")
+
+
+def test_the_scale_of_a_simulation_is_timed_by_method_and_workers():
+    from paceline.bench.sim import bench_scale
+
+    rows = bench_scale(["gossip", "downpour"], (2, 3), repeats=1, steps=2)
+    assert [(row["strategy"], row["workers"]) for row in rows] == [
+        (strategy, workers) for strategy in (None, "gossip", "downpour") for workers in (2, 3)
+    ]
+    assert all(row["cpu_us_per_step"] > 0 for row in rows)
+    assert [row["ratio_to_fewest"] for row in rows[::2]] == [1.0] * 3
+
+
+# Timelines ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timelines():
+    spec = importlib.util.spec_from_file_location("timelines", GPU.parent / "timelines.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_cluster_is_found_again_by_the_timeline_of_a_run_on_it(timelines, tmp_path):
+    """What docs/timelines/here.toml is made by."""
+    truth = pl.Cluster(
+        ranks_per_node=0,
+        inside=Link(latency_s=timelines.LATENCY_S, bytes_per_s=1e6),
+        compute=Compute(step_s=0.02, trace=(0.5, 1.0, 1.5)),
+        loading=Loading(batch_s=0.003),
+    )
+    pl.simulate(train, workers=2, cluster=truth, out=tmp_path, arguments={"epochs": 4})
+    (tmp_path / "here.toml").write_text(timelines.measure(tmp_path))
+    found = load_cluster(tmp_path / "here.toml")
+    assert (found.name, found.ranks_per_node) == ("this machine", 0)
+    assert found.compute.step_s == pytest.approx(0.02, rel=0.01)
+    assert set(found.compute.trace) == {0.5, 1.0, 1.5}
+    assert found.loading.batch_s == pytest.approx(0.003, rel=0.01)
+    assert found.inside.bytes_per_s == pytest.approx(1e6, rel=0.01)

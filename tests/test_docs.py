@@ -16,8 +16,18 @@ import pytest
 
 import paceline as pl
 from paceline.comm.base import Transport, Work
-from paceline.sim.cluster import PRESETS, Compute, Link, Loading, load_cluster
+from paceline.sim.cluster import (
+    PRESETS,
+    Collectives,
+    Compute,
+    Handling,
+    Link,
+    Loading,
+    Serving,
+    load_cluster,
+)
 from paceline.sim.faults import KINDS, Fault
+from paceline.sim.models import MODELS, StandsFor
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_LIMIT_S = 100
@@ -196,9 +206,9 @@ def test_the_contracts_page_names_every_operation():
 
 
 def test_the_simulators_page_names_every_key_preset_and_fault():
-    kinds = (pl.Cluster, Compute, Link, Loading, Fault)
+    kinds = (pl.Cluster, Compute, Link, Loading, Collectives, Serving, Handling, StandsFor, Fault)
     wanted = {f.name for kind in kinds for f in dataclasses.fields(kind)}
-    assert wanted | set(PRESETS) | set(KINDS) <= words_of("simulator.md")
+    assert wanted | set(PRESETS) | set(KINDS) | set(MODELS) <= words_of("simulator.md")
 
 
 def test_the_tutorial_names_every_verb_and_class_attribute():

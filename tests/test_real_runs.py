@@ -22,6 +22,7 @@ from support.worlds import on_both, on_distributed, on_shared_memory
 import paceline as pl
 from paceline.processes import Nursery, run_ranks
 from paceline.reference import refer_to
+from paceline.trace import is_duration
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def lines_of(path):
 def by_rank(records, ranks):
     """The records of each rank in their order, without their times and what depends on those."""
     kept = [record for record in records if record.get("event") != "alive"]
-    timeless = [{key: value for key, value in record.items() if key != "t"} for record in kept]
+    timed = ("t", "all_samples", "all_bytes")
+    timeless = [{k: v for k, v in r.items() if k not in timed and not is_duration(k)} for r in kept]
     return [[record for record in timeless if record["rank"] == rank] for rank in range(ranks)]
 
 
@@ -286,7 +288,7 @@ def test_the_folder_tells_the_whole_run(tmp_path):
     result = pl.launch(
         runs.train, arguments={"samples": 50}, out=out, on_metric=heard.append, **how
     )
-    names = ["config.json", "metrics.jsonl", "model.safetensors", "trace.jsonl"]
+    names = ["config.json", "metrics.jsonl", "model.safetensors", "result.json", "trace.jsonl"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert result.out == str(out)
 
@@ -296,7 +298,11 @@ def test_the_folder_tells_the_whole_run(tmp_path):
     assert config["arguments"] == {"samples": 50}
     assert config["versions"]["torch"] == torch.__version__
 
-    assert lines_of(out / "metrics.jsonl") == result.metrics == heard
+    assert lines_of(out / "metrics.jsonl") == result.metrics
+    assert [{**record, **told} for record, told in zip(result.metrics, heard, strict=True)] == (
+        result.metrics
+    ), "the same, and what all ranks together had done by then"
+    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(vars(result)))
     assert result.loss == result.metrics[-1]["loss"]
 
     net = runs.new_net()
@@ -329,11 +335,13 @@ def test_the_trace_has_every_batch_once_an_epoch_and_each_rank_in_order(tmp_path
 @on_shared_memory
 def test_what_an_earlier_run_left_is_removed_and_other_files_stay(tmp_path):
     stale = ["config.json", "metrics.jsonl", "trace.jsonl", "trace.7.jsonl", "model.safetensors"]
+    stale.append("result.json")
     for name in [*stale, "notes.txt"]:
         (tmp_path / name).write_text("of an earlier run")
     pl.launch(runs.log_surroundings, workers=2, out=tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["config.json", "metrics.jsonl", "notes.txt", "trace.jsonl"]
+    assert left == ["config.json", "metrics.jsonl", "notes.txt", "result.json", "trace.jsonl"]
+    assert json.loads((tmp_path / "result.json").read_text())["workers"] == 2
     assert (tmp_path / "notes.txt").read_text() == "of an earlier run"
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 2
     assert lines_of(tmp_path / "trace.jsonl") == []

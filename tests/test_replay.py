@@ -26,7 +26,7 @@ from paceline.errors import PeersGone
 from paceline.folder import largest_difference
 from paceline.reference import find
 from paceline.sim.cluster import load_cluster
-from paceline.trace import Trace, read
+from paceline.trace import Trace, is_duration, read
 
 RUN = {"workers": 3, "seed": 4}
 SCRIPT = '''
@@ -125,8 +125,8 @@ def events_of(folder):
     """What each rank did, without the times."""
     told = {}
     for record in read(folder / "trace.jsonl"):
-        del record["t"]
-        told.setdefault(record.pop("rank"), []).append(record)
+        facts = {k: v for k, v in record.items() if k not in ("t", "rank") and not is_duration(k)}
+        told.setdefault(record["rank"], []).append(facts)
     return told
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.results import RunBook, Summary
+from paceline.sim.cluster import Compute
 from paceline.strategies.allreduce import AllReduce
 
 SUMMARY = Summary(
@@ -70,7 +71,7 @@ def test_json_has_the_keys_that_other_tools_read():
 def test_a_simulated_run_fills_every_key(tmp_path):
     run = pl.simulate(train, workers=2, cluster="ethernet-1g", seed=3, out=tmp_path)
     told = json.loads(json.dumps(run.to_json()))
-    assert {key for key, value in told.items() if value is None} == set()
+    assert {key for key, value in told.items() if value is None} == {"as_model"}
     assert (told["strategy"], told["workers"], told["seed"]) == ("allreduce", 2, 3)
     assert (told["steps"], told["samples"]) == (8, 24)
     assert told["staleness_mean"] == told["staleness_max"] == 0
@@ -79,12 +80,20 @@ def test_a_simulated_run_fills_every_key(tmp_path):
     assert len(bytes.fromhex(told["trace_hash"])) == 32
 
 
+def test_throughput_is_that_of_all_workers_after_their_first_step():
+    place = pl.Cluster(compute=Compute(step_s=1.0, factors=(1.0, 2.0)))
+    run = pl.simulate(train, workers=2, cluster=place, strategy="gossip")
+    assert (run.steps, run.samples) == (8, 24)
+    assert run.samples_per_s == pytest.approx(3 / 1.0 + 3 / 2.0)
+    assert result_of(SUMMARY).samples_per_s is None, "of a single step there is none"
+
+
 @pytest.mark.transport("shared_memory")
 def test_a_real_run_has_no_virtual_time_and_no_fingerprint():
     run = pl.launch(train, workers=2, strategy="sasgd(interval=2)")
     told = json.loads(json.dumps(run.to_json()))
     empty = {key for key, value in told.items() if value is None}
-    assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "out"}
+    assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "out"}
     assert (told["strategy"], told["steps"], told["samples"]) == ("sasgd", 8, 24)
     assert told["seconds"] > 0 and told["startup_seconds"] > 0
     assert 0 <= told["wait_share"] <= 1

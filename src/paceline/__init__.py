@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.results import Result
     from paceline.run import init, launch, simulate
     from paceline.sim.cluster import Cluster
-    from paceline.sim.faults import freeze, join, kill, slow
+    from paceline.sim.faults import cut, degrade, freeze, join, kill, slow
     from paceline.strategies.base import Strategy
     from paceline.worker import Worker
 
@@ -44,6 +44,8 @@ _HOMES = {
     "UsageError": "paceline.errors",
     "Worker": "paceline.worker",
     "WorkerFailed": "paceline.errors",
+    "cut": "paceline.sim.faults",
+    "degrade": "paceline.sim.faults",
     "freeze": "paceline.sim.faults",
     "init": "paceline.run",
     "join": "paceline.sim.faults",
@@ -67,6 +69,8 @@ __all__ = [
     "Worker",
     "WorkerFailed",
     "__version__",
+    "cut",
+    "degrade",
     "freeze",
     "init",
     "join",

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 import torch
@@ -56,18 +57,47 @@ def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
 
 def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> list[Indices]:
     """The batches of ``rank``: its part of each global batch of ``order``."""
-    sizes = global_batches(len(order), batch_size, workers)
-    ends = np.cumsum(sizes)
-    parts = [
-        np.array_split(order[end - size : end], workers)[rank]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    parts, start = [], 0
+    for size in global_batches(len(order), batch_size, workers):
+        each, more = divmod(size, workers)  # the first ``more`` workers have one sample more
+        first = start + rank * each + min(rank, more)
+        parts.append(order[first : first + each + (rank < more)])
+        start += size
     return [part for part in parts if len(part)]
 
 
-def cut(order: Indices, batch_size: int) -> list[Indices]:
-    """``order`` in batches, the last one as short as it is."""
-    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+class Cut(Sequence[Indices]):
+    """``order`` in batches, the last one as short as it is; each is cut off when it is asked for.
+
+    >>> [batch.tolist() for batch in Cut(np.arange(5), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, order: Indices, batch_size: int, drop_last: bool = False) -> None:
+        self._order, self._size = order, batch_size
+        self._count = len(order) // batch_size if drop_last else -(-len(order) // batch_size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Indices: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Indices]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [*self][index]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._order[index * self._size : (index + 1) * self._size]
+
+
+@lru_cache(maxsize=4)
+def shuffled(samples: int, seed: int, number: int, epoch: int) -> Indices:
+    """The order of an epoch, the same for all workers: those of one process share it."""
+    order: Indices = stream(seed, "data", number, epoch).permutation(samples)
+    order.setflags(write=False)
+    return order
 
 
 class DrawnBatch(NamedTuple):
@@ -100,9 +130,19 @@ class PacedLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         worker, full = self._worker, self._user_loader.batch_size or 0
+        asked_s = worker.comm.now()
         for index, samples, share, batch in self._source.batches(epoch):
-            worker.batch_arrived(DrawnBatch(epoch, index, samples, full, epoch + share))
+            drawn = DrawnBatch(epoch, index, samples, full, epoch + share)
+            worker.batch_arrived(drawn, asked_s)
             yield batch if worker.device.type == "cpu" else _move(batch, worker.device)
+            asked_s = worker.comm.now()
+
+            asked_s = worker.comm.now()
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of the whole data set; None where only reading it would tell."""
+        return None if self._streams else _samples(self._user_loader)
 
     def __len__(self) -> int:
         """Batches of this worker in its next epoch; of a queue, an equal part of them."""
@@ -195,8 +235,7 @@ class _Map:
         order = self._order(epoch)
         if isinstance(order, list):
             return order
-        assert self._loader.batch_size is not None
-        return self._drop_last(cut(order, self._loader.batch_size))
+        return self._cut(order)
 
     def _mine(self, epoch: int) -> Sequence[Any]:
         worker, order = self._owner._worker, self._order(epoch)
@@ -206,14 +245,14 @@ class _Map:
         if self._shards is not None:
             shard = self._shards[worker.rank]
             random = stream(worker.seed, "shard", epoch, worker.rank)
-            return self._drop_last(cut(random.permutation(shard), self._loader.batch_size))
+            return self._cut(random.permutation(shard))
         if self._loader.drop_last:
             order = order[: len(order) - len(order) % (self._loader.batch_size * worker.size)]
         return shard_epoch(order, self._loader.batch_size, worker.size, worker.rank)
 
-    def _drop_last(self, batches: list[Indices]) -> list[Indices]:
-        short = batches and len(batches[-1]) != self._loader.batch_size
-        return batches[:-1] if short and self._loader.drop_last else batches
+    def _cut(self, order: Indices) -> Cut:
+        assert self._loader.batch_size is not None
+        return Cut(order, self._loader.batch_size, self._loader.drop_last)
 
     def _fixed_shards(self) -> list[Indices]:
         worker, samples = self._owner._worker, _samples(self._loader)
@@ -261,7 +300,7 @@ def _order(
     if not own_batches and _is_plain(loader):
         samples = _samples(loader)
         if isinstance(loader.sampler, RandomSampler):
-            return lambda epoch: stream(seed, "data", number, epoch).permutation(samples)
+            return lambda epoch: shuffled(samples, seed, number, epoch)
         return lambda epoch: np.arange(samples)
 
     def drawn(epoch: int) -> Indices | list[list[int]]:

@@ -20,12 +20,15 @@ from paceline.trace import Trace, merge
 if TYPE_CHECKING:
     from torch import nn
 
-FILES = CONFIG, METRICS, TRACE, MODEL = (
+FILES = CONFIG, METRICS, TRACE, MODEL, RESULT = (
     "config.json",
     "metrics.jsonl",
     "trace.jsonl",
     "model.safetensors",
+    "result.json",
 )
+TIMELINE = "timeline.json"
+"""What ``paceline timeline`` makes of a trace, where no other name is given."""
 
 
 class RunFolder:
@@ -35,7 +38,8 @@ class RunFolder:
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for stale in [*map(self.path.joinpath, FILES), *self.path.glob("trace.*.jsonl")]:
+            files = map(self.path.joinpath, (*FILES, TIMELINE))
+            for stale in [*files, *self.path.glob("trace.*.jsonl")]:
                 stale.unlink(missing_ok=True)
             self._metrics = (self.path / METRICS).open("w", encoding="utf-8")
         except OSError as error:
@@ -43,8 +47,7 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write what the run was asked to do, and with which versions it does it."""
-        text = json.dumps({**config, **provenance()}, indent=2, default=str)
-        (self.path / CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_config(self.path, config)
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Add one line of metrics."""
@@ -157,6 +160,19 @@ def largest_difference(one: Path, other: Path) -> float | None:
         return math.inf
     gaps = [(ours[name].double() - theirs[name].double()).abs() for name in ours]
     return max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write what a run was asked to do, and with which versions it does it."""
+    text = json.dumps({**config, **provenance()}, indent=2, default=str)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write what a run has come to, and its metrics with what is known of them only then."""
+    (folder / RESULT).write_text(json.dumps(result) + "\n", encoding="utf-8")
+    lines = [json.dumps(record) + "\n" for record in result["metrics"]]
+    (folder / METRICS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_out(path: str | PathLike[str]) -> None:

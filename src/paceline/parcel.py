@@ -32,7 +32,7 @@ class Parcel:
         """Room for so many numbers and a vector that is ``like`` another."""
         import torch
 
-        buffer = like.new_zeros(8 * numbers + like.nbytes, dtype=torch.uint8)
+        buffer = like.new_empty(8 * numbers + like.nbytes, dtype=torch.uint8)
         return cls(buffer, numbers, like.dtype)
 
     @classmethod

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any
 
-from paceline.folder import RunFolder
+from paceline.folder import RunFolder, write_result
+from paceline.history import Row, totals_at
 from paceline.pace import Mark
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
 from paceline.worker import Metric, Worker
 
 OnMetric = Callable[[Metric], None]
+WorkerSeconds = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,16 @@ class Summary:
     last_wall_s: float
     wait_s: float
     consensus: float | None
+    samples_per_s: float | None = None
     stale_count: int = 0
     stale_total: int = 0
     stale_max: int = 0
+    io_s: float = 0.0
+    lr: float | None = None
+    batch_size: int = 0
+    epoch_samples: int | None = None
+    stale_ages: list[tuple[int, int]] = field(default_factory=list)
+    history: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(cls, worker: Worker) -> Summary:
@@ -53,19 +63,25 @@ class Summary:
             last_wall_s=last.wall_s,
             wait_s=last.wait_s - first.wait_s,
             consensus=worker.consensus,
+            io_s=last.io_s - first.io_s,
+            lr=pace.lr if pace else None,
+            batch_size=pace.batch_size if pace else 0,
+            epoch_samples=worker.epoch_samples,
+            history=pace.history.rows if pace else [],
+            samples_per_s=_rate_of(worker),
             **_staleness_of(worker),
         )
 
     def numbers(self) -> list[float]:
-        """The fields as numbers, for a vector; what is not known is NaN."""
-        values = [getattr(self, f.name) for f in fields(self)]
+        """The fields as numbers, for a vector; what is not known is NaN. Lists are left out."""
+        values = [getattr(self, name) for name in _NUMBERS]
         return [math.nan if value is None else float(value) for value in values]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> Summary:
         """The summary that :meth:`numbers` was made of."""
         known: list[Any] = [None if math.isnan(number) else number for number in numbers]
-        return cls(**{f.name: value for f, value in zip(fields(cls), known, strict=True)})
+        return cls(**dict(zip(_NUMBERS, known, strict=True)))
 
     @property
     def wait_share(self) -> float:
@@ -73,8 +89,27 @@ class Summary:
         span_s = self.last_step_s - self.first_step_s
         return self.wait_s / span_s if span_s > 0 else 0.0
 
+    @property
+    def seconds(self) -> WorkerSeconds:
+        """Where the time between the first step and the last went."""
+        span_s = self.last_step_s - self.first_step_s
+        compute_s = max(0.0, span_s - self.wait_s - self.io_s)
+        return {"compute": compute_s, "wait": self.wait_s, "io": self.io_s}
 
-def _staleness_of(worker: Worker) -> dict[str, int]:
+
+_NUMBERS = [f.name for f in fields(Summary) if f.name not in ("stale_ages", "history")]
+
+
+def _rate_of(worker: Worker) -> float | None:
+    """Samples a second of the run's clock, after the first step, in which all is still cold."""
+    pace = worker.pace
+    if pace is None or pace.warm is None or pace.last is None or pace.last == pace.warm:
+        return None
+    span_s = pace.last.time_s - pace.warm.time_s
+    return (pace.last.samples - pace.warm.samples) / span_s if span_s > 0 else None
+
+
+def _staleness_of(worker: Worker) -> dict[str, Any]:
     if worker.pace is None or worker.pace.alone:
         return {}
     stale = worker.strategy.stale
@@ -82,6 +117,7 @@ def _staleness_of(worker: Worker) -> dict[str, int]:
         "stale_count": stale.count,
         "stale_total": stale.total,
         "stale_max": stale.maximum,
+        "stale_ages": sorted(stale.ages.items()),
     }
 
 
@@ -94,6 +130,7 @@ class Result:
         loss: the last value logged under this name; ``accuracy`` likewise.
         seconds: from the first step to the last, on the wall's clock.
         startup_seconds: before the first step.
+        samples_per_s: of all workers together after their first step, on the run's own clock.
         virtual_seconds: the simulated time; None of a real run.
         bytes_sent: payload that strategies handed to Comm, summed over ranks.
         wire_bytes: what that took on the simulated links; None of a real run.
@@ -101,9 +138,16 @@ class Result:
         staleness_mean: 0 for synchronous methods, None where the method has none.
         consensus_distance: how far the workers were apart just before the end.
         trace_hash: fingerprint of a simulated run; None of a real one.
-        metrics: every record of ``worker.log``, in order.
+        as_model: the model whose bytes and times the run had; None: its own.
+        metrics: every record of ``worker.log``, in order; ``all_samples`` and ``all_bytes`` are
+            those of the steps that all ranks together had ended by then.
         out: the run's folder, if it has one.
         first_step_s: when the first step began, on the clock that metrics carry as ``t``.
+        worker_seconds: of each worker by rank: its time from its first step to its last, divided
+            into ``compute`` (all that is not the rest), ``wait`` (for others) and ``io`` (data).
+        staleness_counts: how often something of each age was applied, as ``[age, count]``.
+        lr: the learning rate that workers began with; ``batch_size`` is that of one of them.
+        epoch_samples: the samples of an epoch; None where that is not known.
     """
 
     strategy: str
@@ -116,6 +160,7 @@ class Result:
     seconds: float
     startup_seconds: float
     virtual_seconds: float | None
+    samples_per_s: float | None = None
     bytes_sent: int
     wire_bytes: int | None
     wait_share: float
@@ -128,18 +173,29 @@ class Result:
     out: str | None
     metrics: list[Metric] = field(repr=False)
     first_step_s: float = field(repr=False)
+    as_model: str | None = None
+    worker_seconds: list[WorkerSeconds] = field(repr=False, default_factory=list)
+    staleness_counts: list[list[int]] = field(repr=False, default_factory=list)
+    lr: float | None = field(repr=False, default=None)
+    batch_size: int | None = field(repr=False, default=None)
+    epoch_samples: int | None = field(repr=False, default=None)
+
+    def first_with(self, accuracy: float) -> Metric | None:
+        """The first record of such an accuracy."""
+        return next((m for m in self.metrics if (m.get("accuracy") or 0.0) >= accuracy), None)
 
     def seconds_to(self, accuracy: float) -> float | None:
         """From the first step to the first record of such an accuracy, on the run's own clock."""
-        reached = (m["t"] for m in self.metrics if (m.get("accuracy") or 0.0) >= accuracy)
-        at_s = next(reached, None)
-        return None if at_s is None else at_s - self.first_step_s
+        record = self.first_with(accuracy)
+        return None if record is None else record["t"] - self.first_step_s
+
+    def bytes_to(self, accuracy: float) -> int | None:
+        """What all ranks had sent by the first record of such an accuracy."""
+        return (self.first_with(accuracy) or {}).get("all_bytes")
 
     def to_json(self) -> dict[str, Any]:
-        """All but the metrics, for ``--json``."""
-        numbers = asdict(self)
-        del numbers["metrics"], numbers["first_step_s"]
-        return numbers
+        """The numbers of ``--json``: all that are not marked as no part of the representation."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
 
 
 class RunBook:
@@ -182,8 +238,12 @@ class RunBook:
         """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
         mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
         consensus = [s.consensus for s in mine if s.consensus is not None]
+        rates = [s.samples_per_s for s in mine if s.samples_per_s is not None]
         counted = sum(s.stale_count for s in mine)
         stale = 0 if strategy.synchronous else None
+        ages: Counter[int] = Counter()
+        for summary in summaries:
+            ages.update(dict(summary.stale_ages))
         known = {
             "virtual_seconds": None,
             "wire_bytes": None,
@@ -192,7 +252,7 @@ class RunBook:
             "joined_workers": 0,
             "out": None if self.folder is None else str(self.folder.path),
         }
-        return Result(
+        result = Result(
             strategy=strategy_name(strategy),
             workers=workers,
             steps=round(sum(summary.steps for summary in mine)),
@@ -201,16 +261,34 @@ class RunBook:
             accuracy=self._last("accuracy"),
             seconds=max((s.last_wall_s - s.first_wall_s for s in mine), default=0.0),
             startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
+            samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
             staleness_mean=sum(s.stale_total for s in mine) / counted if counted else stale,
             staleness_max=max(s.stale_max for s in mine) if counted else stale,
             consensus_distance=consensus[0] if consensus else None,
-            metrics=self.metrics,
+            metrics=[_with_totals(record, summaries) for record in self.metrics],
             first_step_s=min((summary.first_step_s for summary in mine), default=0.0),
+            worker_seconds=[summary.seconds for summary in mine],
+            staleness_counts=[[age, count] for age, count in sorted(ages.items())],
+            lr=mine[0].lr if mine else None,
+            batch_size=round(mine[0].batch_size) if mine else None,
+            epoch_samples=mine[0].epoch_samples if mine else None,
             **{**known, **facts},
         )
+        if self.folder is not None:
+            write_result(self.folder.path, vars(result))
+        return result
 
     def _last(self, name: str) -> Any:
         values = [record[name] for record in self.metrics if name in record]
         return values[-1] if values else None
+
+
+def _with_totals(record: Metric, summaries: Sequence[Summary]) -> Metric:
+    """A record with what all ranks had done by then, where they have kept account of it."""
+    histories = [summary.history for summary in summaries]
+    if not any(histories):
+        return record
+    samples, nbytes = totals_at(record["t"], histories)
+    return {**record, "all_samples": samples, "all_bytes": nbytes}

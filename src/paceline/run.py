@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from paceline.capacity import check_real_workers, check_virtual_workers
@@ -20,7 +21,7 @@ from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.errors import PacelineError, UsageError, WorkerFailed
-from paceline.folder import RankFiles, RecordedRun, check_out
+from paceline.folder import RankFiles, RecordedRun, check_out, write_config, write_result
 from paceline.launched import launched_rank_and_size
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Channel, Message, run_ranks, threads_per_rank
@@ -36,7 +37,9 @@ from paceline.results import OnMetric, Result, RunBook, Summary
 from paceline.seeds import check_seed, seed_user_generators
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sim.faults import Fault
-from paceline.strategies import make_strategy, strategy_name
+from paceline.sim.models import as_model as stand_for
+from paceline.sim.models import stands_for_note
+from paceline.strategies import make_strategy, strategy_name, strategy_spec
 from paceline.strategies.base import Strategy, workers_in
 from paceline.trace import Trace
 from paceline.worker import Metric, Served, Worker
@@ -95,6 +98,7 @@ def launch(
     }
     book = RunBook(out, on_metric)
     told = {"strategy": repr(prototype), "method": common["strategy"]}
+    told["spec"] = strategy_spec(prototype)
     book.write_config({"world": transport, **common, **told, "threads": threads_per_rank(size)})
     hear = {"metric": book.metric, "progress": on_progress or (lambda record: None)}
     try:
@@ -139,6 +143,7 @@ def simulate(
     strategy: str | Strategy = "allreduce",
     cluster: str | PathLike[str] | Cluster = "ethernet-10g",
     seed: int = 0,
+    as_model: str | None = None,
     faults: Sequence[Fault] = (),
     limits: Limits | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -155,6 +160,7 @@ def simulate(
         strategy: a name, a name with options, or an object.
         cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
         seed: of everything random in the run.
+        as_model: a model of :mod:`paceline.sim.models` whose bytes and times the run has.
         faults: what goes wrong, beside what the cluster says.
         limits: how long workers wait for each other, in virtual time.
         arguments: more keyword arguments for ``train``.
@@ -173,15 +179,22 @@ def simulate(
     prototype = make_strategy(strategy)
     check_seed(seed)
     check_virtual_workers(workers)
-    place = load_cluster(cluster)
+    place = stand_for(load_cluster(cluster), as_model)
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]
-    check_faults(all_faults, size, prototype)
+    check_faults(all_faults, place, size, prototype)
     same = {"workers": workers, "strategy": repr(prototype), "seed": seed}
     same["arguments"] = dict(arguments or {})
     record = _recorded(replay, out, all_faults, same)
     book = RunBook(out, on_metric)
-    world = World(place, size, seed=seed, limits=limits or Limits(), faults=all_faults)
+    world = World(
+        place,
+        size,
+        seed=seed,
+        limits=limits or Limits(),
+        faults=all_faults,
+        homes=[prototype.home(rank, workers) for rank in range(size)],
+    )
     trace = Trace(book.folder.trace if book.folder else None, lambda: world.calendar.now_s)
     summaries: list[Summary] = []
 
@@ -212,7 +225,10 @@ def simulate(
         {
             "world": "simulated",
             **same,
+            "spec": strategy_spec(prototype),
+            "train": _told(train),
             "cluster": asdict(place),
+            "as_model": stands_for_note(place.stands_for.model) if place.stands_for else None,
             "faults": [asdict(fault) for fault in faults],
             "replay": None if replay is None else str(replay),
         }
@@ -231,9 +247,18 @@ def simulate(
         virtual_seconds=world.calendar.now_s,
         wire_bytes=round(world.network.wire_bytes),
         trace_hash=trace_hash,
+        as_model=place.stands_for.model if place.stands_for else None,
         lost_workers=len(world.lost),
         joined_workers=sum(at_s <= world.calendar.now_s for at_s in world.joined_late.values()),
     )
+
+
+def _told(train: Train) -> Reference | str:
+    """Where a training function is, for people who read the configuration."""
+    try:
+        return refer_to(train)
+    except UsageError:
+        return getattr(train, "__qualname__", repr(train))
 
 
 def _recorded(
@@ -332,7 +357,9 @@ def attend(
         summaries = gather_summaries(worker)
     if worker.rank != 0:
         return None
-    return book.result(
+    told = {"strategy": repr(worker.strategy), "spec": strategy_spec(worker.strategy)}
+    same = {"workers": worker.size, "seed": seed, "arguments": dict(arguments or {})}
+    result = book.result(
         worker.strategy,
         summaries,
         workers=worker.size,
@@ -340,6 +367,10 @@ def attend(
         seed=seed,
         out=None if out is None else str(out),
     )
+    if out is not None:
+        write_config(Path(out), {"world": "launched", "train": _told(train), **told, **same})
+        write_result(Path(out), vars(result))
+    return result
 
 
 def gather_summaries(worker: Worker) -> list[Summary]:
@@ -391,11 +422,10 @@ def device_of(device: str, rank: int) -> str:
     return f"cuda:{rank % count}" if device == "cuda" else device
 
 
-def check_faults(faults: Sequence[Fault], size: int, strategy: Strategy) -> None:
+def check_faults(faults: Sequence[Fault], place: Cluster, size: int, strategy: Strategy) -> None:
     """Refuse faults of ranks that do not exist, and members that the method cannot take in."""
+    place.check_faults(faults, size)
     for fault in faults:
-        if fault.rank >= size:
-            raise UsageError(f"{fault.kind}: rank ({fault.rank}) must be below {size}")
         if fault.kind == "join" and strategy.synchronous:
             name = strategy_name(strategy)
             raise UsageError(f"join: {name} is synchronous and takes no worker in mid-run")

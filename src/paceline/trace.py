@@ -1,8 +1,9 @@
 """One record format from every world: each message, version and batch, in order.
 
 A line of ``trace.jsonl`` is ``{"t", "rank", "event", "peer", "bytes", ...}``; times are seconds on
-the run's clock. In a simulation all ranks write one trace and its hash is the run's fingerprint;
-real ranks write one each, and the launcher merges them by time.
+the run's clock, and a field that ends in ``_s`` is how long something took that was over at ``t``.
+In a simulation all ranks write one trace and its hash is the run's fingerprint; real ranks write
+one each, and the launcher merges them by time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Trace:
         self._file: TextIO | None = path.open("w", encoding="utf-8") if path else None
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
+        self._flush_at = _BUFFERED
 
     def record(
         self,
@@ -46,8 +48,9 @@ class Trace:
     ) -> None:
         """Add one event; ``more`` is written, but not part of the hash."""
         self._records.append((time_s, rank, event, peer, nbytes, more or None))
-        if len(self._records) >= _BUFFERED:
+        if len(self._records) >= self._flush_at:
             self.flush()
+            self._flush_at = _BUFFERED + 2 * len(self._records)  # those that are still ahead
 
     def flush(self) -> None:
         """Hash and write what is buffered, up to the clock."""
@@ -73,6 +76,11 @@ class Trace:
         return self._digest.hexdigest()
 
 
+def is_duration(name: str) -> bool:
+    """Whether a field of a record tells how long it took, and not what happened."""
+    return name.endswith("_s")
+
+
 def _time(record: Record) -> float:
     return record[0]
 
@@ -92,14 +100,32 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def outline(path: Path, event: str) -> Iterator[dict[str, Any]]:
+    """The records of one kind of event, and the first of each rank; sooner than all of them."""
+    wanted, seen = f'"event": "{event}"', set[str]()
+    for _, line in _lines(path):
+        rank = line[line.index('"rank": ') : line.index(', "event"')]
+        if wanted in line or rank not in seen:
+            seen.add(rank)
+            yield json.loads(line)
+
+
 def _line(record: Record) -> str:
     t, rank, event, peer, nbytes, more = record
-    rest = f", {json.dumps(more)[1:-1]}" if more else ""
+    rest = "".join([f', "{k}": {_json(v)}' for k, v in more.items()]) if more else ""
     who = "null" if peer is None else peer
     return (
         f'{{"t": {t!r}, "rank": {rank}, "event": "{event}", "peer": {who},'
         f' "bytes": {nbytes}{rest}}}\n'
     )
+
+
+def _json(value: Any) -> str:
+    """A value as JSON; the numbers that most are, sooner than the encoder writes them."""
+    kind = type(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    return json.dumps(value)
 
 
 def _lines(path: Path) -> Iterator[tuple[float, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, WorkerFailed
 from paceline.folder import provenance
 from paceline.options import build
 from paceline.reference import Reference, find, pack_strategy, plain_json, unpack_strategy
@@ -56,6 +56,10 @@ class Trial:
             "faults": [_without_none(asdict(fault)) for fault in self.faults],
         }
 
+    def key(self) -> str:
+        """The same as text: what a :class:`Book` finds its outcome by."""
+        return json.dumps(self.config(), sort_keys=True)
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Trial:
         """The trial that :meth:`config` tells of."""
@@ -72,7 +76,7 @@ class Trial:
         """Make the run, in this process."""
         try:
             result = simulate(
-                find(self.train),
+                _found(self.train),
                 workers=self.workers,
                 strategy=self.strategy,
                 cluster=self.cluster,
@@ -83,6 +87,13 @@ class Trial:
         except PacelineError as error:
             return Outcome(error=str(error), exit_code=error.exit_code)
         return Outcome(result=result)
+
+
+def _found(train: Reference) -> Any:
+    try:
+        return find(train)
+    except Exception as error:
+        raise WorkerFailed.of(0, error) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +127,8 @@ def run_trials(
         processes: how many runs at a time; one a core when not given.
         on_done: called with the place of a trial and its outcome, in the order in which they come.
     """
-    book = _Book(folder)
-    configs = [json.dumps(trial.config(), sort_keys=True) for trial in trials]
+    book = Book(folder)
+    configs = [trial.key() for trial in trials]
     places: dict[str, list[int]] = {}
     for place, config in enumerate(configs):
         places.setdefault(config, []).append(place)
@@ -136,11 +147,16 @@ def run_trials(
             todo.append(config)
         else:
             take(config, known)
-    for config, told in _made(todo, processes or len(os.sched_getaffinity(0))):
+    for config, told in _made(todo, processes or cores()):
         outcome = Outcome.of(json.loads(told))
         book.keep(config, told)
         take(config, outcome)
     return [found[config] for config in configs]
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _made(configs: Sequence[str], processes: int) -> Iterator[tuple[str, str]]:
@@ -175,6 +191,7 @@ class _Helper:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self._thread = threading.Thread(target=self._feed, args=(todo, done))
         self._thread.start()
@@ -209,32 +226,38 @@ def _make(config: str) -> str:
     return json.dumps(asdict(Trial.of(json.loads(config)).run()))
 
 
-class _Book:
-    """Outcomes in a folder, by what decides them."""
+class Book:
+    """Outcomes in a folder, by what decides them: the configuration, a script, the versions."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._versions = json.dumps(provenance()["versions"], sort_keys=True)
+        self._folder, self._made = folder, provenance()
+        self._versions = json.dumps(self._made["versions"], sort_keys=True)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
     def find(self, config: str) -> Outcome | None:
-        path = self._path(config)
+        """The outcome of a configuration, if it is there."""
+        path = self.path(config)
         if path is None or not path.exists():
             return None
         return Outcome.of(json.loads(path.read_text("utf-8"))["outcome"])
 
     def keep(self, config: str, outcome: str) -> None:
-        path = self._path(config)
+        """Write an outcome down, with what it was made by."""
+        path = self.path(config)
         if path is not None:
-            fresh = path.with_suffix(".new")
-            fresh.write_text(f'{{"config": {config}, "outcome": {outcome}}}\n', encoding="utf-8")
+            made, fresh = json.dumps(self._made), path.with_suffix(".new")
+            text = f'{{"config": {config}, "made": {made}, "outcome": {outcome}}}\n'
+            fresh.write_text(text, encoding="utf-8")
             fresh.replace(path)
 
-    def _path(self, config: str) -> Path | None:
+    def path(self, config: str) -> Path | None:
+        """The file of a configuration."""
         if self._folder is None:
             return None
-        key = hashlib.sha256(f"{self._versions} {config}".encode()).hexdigest()[:20]
+        script = json.loads(config)["train"].get("script")
+        source = Path(script).read_bytes() if script and Path(script).is_file() else b""
+        key = hashlib.sha256(f"{self._versions} {config}".encode() + source).hexdigest()[:20]
         return self._folder / f"{key}.json"
 
 

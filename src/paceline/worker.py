@@ -21,6 +21,7 @@ from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Sharing
 from paceline.errors import CommTimeout, PeersGone, UsageError
+from paceline.history import DatedMeter
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
 from paceline.replica import Replica
@@ -48,6 +49,7 @@ class Worker:
         seed: the run's seed; data is shuffled by it.
         device: where the model and the batches go.
         strategy: the method, as an object.
+        epoch_samples: how many samples all workers take in an epoch; None where that is not known.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Worker:
         self.device = torch.device(device)
         self.comm = Comm(transport)
         self.consensus: float | None = None
+        self.epoch_samples: int | None = None
         self._transport, self._costs, self._report = transport, costs, report
         self._on_progress, self._told_s = on_progress, 0.0
         self._pace: Pace | None = None
@@ -91,12 +94,14 @@ class Worker:
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
         model.to(self.device)
         replica = Replica(model, optimizer, self._transport.allocate)
+        self._transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
         alone = self.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
         self._model = model
         self.strategy.bind(self.comm, replica, self.size, self.seed)
         if not alone:
             self._start(replica.flat.x, model)
+        self._pace.account()
         if self.strategy.defers and not alone:
             _settle_before_reading(model, self.settle)
         self._transport.resume()
@@ -113,8 +118,13 @@ class Worker:
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
             return
+        assert self._pace is not None
+        self._pace.account()
+        note, now = self._pace.history.note, self._transport.now
+        self._transport.meter = DatedMeter(self.meter, lambda sent: note(now(), 0, sent))
         with suppress(PeersGone):
             self.strategy.serve(x)
+        self._pace.account(last=True)
         raise Served
 
     def _share_the_rest(self, model: nn.Module) -> None:
@@ -146,6 +156,7 @@ class Worker:
         if not loaders:
             raise UsageError("setup_dataloaders needs at least one DataLoader")
         paced = [self._paced(loader, data) for loader in loaders]
+        self.epoch_samples = self.epoch_samples or paced[0].samples
         if epochs is not None and self._epochs is None:
             self._epochs = epochs
             self.strategy.plan(len(paced[0]) * epochs)
@@ -163,15 +174,20 @@ class Worker:
             paced.epoch = self._epochs_to_resume.get(number, 0)
         return self._loaders[id(loader)]
 
-    def batch_arrived(self, batch: DrawnBatch) -> None:
+    def batch_arrived(self, batch: DrawnBatch, asked_s: float) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
         transport, costs, training = self._transport, self._costs, torch.is_grad_enabled()
         if costs is not None:
-            seconds = costs.loading_s(batch.samples, transport.now())
-            if not training:
-                seconds += costs.forward_s(batch.samples)
-            transport.compute(seconds)
-        transport.note("batch", epoch=batch.epoch, index=batch.number, samples=batch.samples)
+            transport.compute(costs.loading_s(batch.samples, transport.now()))
+        load_s = transport.now() - asked_s
+        facts: Metric = {"epoch": batch.epoch, "index": batch.number, "samples": batch.samples}
+        facts["load_s"] = load_s
+        if costs is not None and not training:
+            facts["forward_s"] = costs.forward_s(batch.samples)
+            transport.compute(facts["forward_s"])
+        transport.note("batch", **facts)
+        if self._pace is not None:
+            self._pace.io_s += load_s
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
             self._epochs_done = max(self._epochs_done, batch.epochs_done)
@@ -274,6 +290,7 @@ class Worker:
             before = x.clone()
             self.strategy.finish(x)
             self.consensus = self._consensus_distance(before)
+        pace.account(last=True)
         pace.paused = "after worker.finish"
         self._transport.note("finish")
         self._transport.resume()

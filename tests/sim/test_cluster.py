@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 import paceline as pl
-from paceline.sim.cluster import PRESETS, load_cluster
+from paceline.sim.cluster import PRESETS, load_cluster, read_faults
 from paceline.sim.compute import Costs
-from paceline.sim.faults import Fault, freeze, join, kill, slow
+from paceline.sim.faults import Fault, cut, degrade, freeze, join, kill, parse_fault, slow
 
 NAMES = "ideal one-server ethernet-1g ethernet-10g ethernet-100g mixed-lab wan two-tier-256"
 
@@ -107,14 +107,75 @@ def test_faults_are_sentences():
         (lambda: kill(rank=1).at(seconds=1, step=1), "at.seconds=.* or at.step="),
         (lambda: slow(rank=1, factor=0), r"factor \(0\) must be above 0"),
         (lambda: join(rank=1).at(step=1), "join takes at_s"),
-        (lambda: Fault(kind="kill", rank=1, for_s=1.0), "goes with freeze and slow"),
-        (lambda: Fault(kind="slow", rank=1), "slow needs one"),
+        (lambda: Fault(kind="kill", rank=1, for_s=1.0), "does not go with kill"),
+        (lambda: Fault(kind="slow", rank=1), "slow: factor is missing"),
+        (lambda: Fault(kind="cut", rank=1, factor=0.5), "goes with slow and degrade, not cut"),
+        (lambda: Fault(kind="kill"), "kill: rank is missing"),
+        (lambda: Fault(kind="kill", rank=1, node=0), r"node \(0\) goes with cut and degrade"),
+        (lambda: cut(), "cut takes a rank, a rank and its peer, or a node"),
+        (lambda: cut(rank=1, node=0), "cut takes a rank, a rank and its peer, or a node"),
+        (lambda: cut(rank=1, peer=1), r"peer \(1\) must be another than rank \(1\)"),
+        (lambda: cut(node=1, peer=2), r"peer \(2\) goes with rank, not with node"),
+        (lambda: cut(rank=1).at(step=3), "cut takes at_s: a link has no steps"),
+        (lambda: degrade(rank=1, factor=10), r"factor \(10\) must be below 1: the share"),
+        (lambda: degrade(rank=1, factor=0), r"factor \(0\) must be above 0"),
         (lambda: freeze(rank=1, for_s=0), r"for_s \(0\) must be above 0"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(make, message):
     with pytest.raises(pl.UsageError, match=message):
         make()
+
+
+SENTENCES = {
+    "kill(rank=2).at(seconds=1)": kill(rank=2).at(seconds=1.0),
+    "kill(rank=2).at(step=10)": kill(rank=2).at(step=10),
+    " freeze(rank=1, for_s=3).at(seconds=0.5) ": freeze(rank=1, for_s=3.0).at(seconds=0.5),
+    "slow(rank=0, factor=2)": slow(rank=0, factor=2.0),
+    "join(rank=3).at(seconds=5)": join(rank=3).at(seconds=5.0),
+    "cut(rank=1, peer=2, for_s=1e-3)": cut(rank=1, peer=2, for_s=1e-3),
+    "degrade(node=1, factor=0.1).at(seconds=2)": degrade(node=1, factor=0.1).at(seconds=2.0),
+}
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_a_sentence_that_was_typed_is_the_fault_it_says(text):
+    assert parse_fault(text) == SENTENCES[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kil(rank=2)", r'fault \(kil\(rank=2\)\): no fault "kil"; did you mean "kill"\?'),
+        ("kill(rnk=2)", 'no option "rnk"; did you mean "rank"'),
+        ("kill(2)", r"options have names, as in kill\(rank=2\).at\(seconds=1\)"),
+        ("kill(rank=2", "must be like kill"),
+        ("kill", "must be like kill"),
+        ("", "must be like kill"),
+        ("kill(rank=2).at(second=1)", r"a fault happens at\(seconds=...\) or at\(step=...\)"),
+        ("kill(rank=2).on(seconds=1)", "a fault happens at"),
+        ("kill(rank=2).at(seconds=1, step=1)", "a fault happens at"),
+        ("kill(rank=__import__('os').getpid())", "options are plain numbers"),
+        ("kill(rank='2')", r"rank \(2\) must be of type int"),
+        ("kill(rank=2, for_s=1)", "for_s .* does not go with kill"),
+        ("slow(rank=1)", "slow: factor is missing"),
+        ("(lambda: 0)()", "must be like kill"),
+    ],
+)
+def test_a_sentence_with_a_slip_says_what_to_type(text, message):
+    with pytest.raises(pl.UsageError, match=message):
+        parse_fault(text)
+
+
+def test_a_file_of_faults_holds_faults_and_nothing_else(tmp_path):
+    path = tmp_path / "script.toml"
+    path.write_text('[[faults]]\nkind = "cut"\nnode = 1\nfor_s = 2\n')
+    assert read_faults(path) == (cut(node=1, for_s=2.0),)
+    path.write_text('[[fault]]\nkind = "cut"\nnode = 1\n')
+    with pytest.raises(
+        pl.UsageError, match=r'script.toml: no option "fault"; did you mean "faults"'
+    ):
+        read_faults(path)
 
 
 def cost(text, rank, tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.errors import CommTimeout, Deadlock
 from paceline.sim.kernel import Baton, Calendar, Killed
@@ -168,3 +171,74 @@ def test_an_event_in_the_past_is_a_bug():
     calendar.pop()
     with pytest.raises(AssertionError, match="in the past"):
         calendar.call(0.5, lambda: None)
+
+
+def ends_on(cores, *starts_and_work):
+    """When ranks end that begin at given times and have so much to compute, on one node."""
+    calendar, ends = Calendar(), {}
+    baton = Baton(calendar, len(starts_and_work), 600.0)
+    baton.share_cores([0] * len(starts_and_work), cores)
+
+    def body(rank):
+        baton.sleep(rank, starts_and_work[rank][1])
+        ends[rank] = calendar.now_s
+
+    baton.run(body, [start_s for start_s, _ in starts_and_work])
+    return [ends[rank] for rank in range(len(starts_and_work))]
+
+
+def test_ranks_on_enough_cores_do_not_slow_each_other():
+    assert ends_on(2, (0.0, 1.0), (0.5, 1.0)) == [1.0, 1.5]
+
+
+def test_ranks_share_the_cores_from_when_they_begin_until_they_end():
+    # alone to 1, by halves to 3 (one second each), and the other goes on alone
+    assert ends_on(1, (0.0, 2.0), (1.0, 4.0)) == [3.0, 6.0]
+    assert ends_on(2, (0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)) == [2.0] * 4
+
+
+@given(
+    cores=st.integers(1, 4),
+    ranks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=6),
+)
+def test_shared_cores_are_never_idle_and_never_more_than_there_are(cores, ranks):
+    """Against a plain integration in small exact steps of time."""
+    ends = ends_on(cores, *[(float(start), float(work)) for start, work in ranks])
+    left, time, expected = [Fraction(work) for _, work in ranks], Fraction(0), {}
+    while len(expected) < len(ranks):
+        busy = [r for r, (start, _) in enumerate(ranks) if start <= time and r not in expected]
+        later = [start - time for start, _ in ranks if start > time]
+        pace = min(Fraction(1), Fraction(cores, len(busy) or 1))
+        span = min([left[r] / pace for r in busy] + later)
+        time += span
+        for r in busy:
+            left[r] -= span * pace
+            if left[r] == 0:
+                expected[r] = float(time)
+    assert ends == pytest.approx([expected[r] for r in range(len(ranks))])
+
+
+def test_a_frozen_or_killed_rank_leaves_its_core_to_the_others():
+    ends, calendar = {}, Calendar()
+    baton = Baton(calendar, 3, 600.0)
+    baton.share_cores([0, 0, 0], 1)
+
+    def body(rank):
+        baton.sleep(rank, 3.0)
+        ends[rank] = calendar.now_s
+
+    calendar.call(3.0, lambda: baton.freeze(0))  # each has 2 left
+    calendar.call(3.0, lambda: baton.interrupt(1, Killed()))
+    calendar.call(4.0, lambda: baton.thaw(0))  # rank 2 has 1 left
+    baton.run(body, [0.0] * 3)
+    assert ends == {2: 6.0, 0: 7.0}
+
+
+def test_who_is_frozen_when_it_has_just_ended_goes_on_at_the_thaw():
+    ends, calendar = {}, Calendar()
+    baton = Baton(calendar, 1, 600.0)
+    baton.share_cores([0], 1)
+    calendar.call(0.5, lambda: calendar.call(1.0, lambda: baton.freeze(0)))
+    calendar.call(4.0, lambda: baton.thaw(0))
+    baton.run(lambda rank: (baton.sleep(rank, 1.0), ends.update({rank: calendar.now_s})), [0.0])
+    assert ends == {0: 4.0}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -19,6 +21,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.comm.base import Comm, Limits
+from paceline.sim.cluster import (
+    Cluster,
+    Collectives,
+    Compute,
+    Link,
+    Serving,
+    load_cluster,
+    read_faults,
+)
+from paceline.sim.faults import parse_fault
+from paceline.sim.models import MODELS, as_model
 from paceline.trace import read
 
 
@@ -79,7 +92,8 @@ def test_another_process_with_another_hash_seed_gives_the_same():
     from pathlib import Path
 
     here = Path(__file__).parent
-    program = _PROGRAM.format(path=[str(here), str(here.parent)])
+    source = Path(pl.__file__).parents[1]
+    program = _PROGRAM.format(path=[str(here), str(here.parent), str(source)])
     outputs = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -195,6 +209,8 @@ def test_a_worker_joins_when_it_is_told():
     ("fault", "message"),
     [
         (pl.kill(rank=4).at(step=1), r"kill: rank \(4\) must be below 4"),
+        (pl.cut(rank=0, peer=4), r"cut: peer \(4\) must be below 4"),
+        (pl.degrade(node=9, factor=0.1), r"degrade: node \(9\) must be below 4"),
         (pl.join(rank=1).at(seconds=1), "allreduce is synchronous and takes no worker"),
     ],
 )
@@ -245,7 +261,6 @@ def test_evaluation_through_a_loader_is_charged_as_forward_alone():
 
 
 def test_accumulation_and_short_batches_are_charged_for_what_they_are():
-    from paceline.sim.cluster import Cluster, Compute
 
     cluster = Cluster(compute=Compute(step_s=0.0, sample_s=1.0))
 
@@ -291,3 +306,227 @@ def test_who_is_killed_while_computing_has_not_arrived():
 
     with pytest.raises(pl.PeerLost, match=r"lost rank 2 in all_reduce after 1\.00 s"):
         pl.simulate(compute, workers=3, cluster="ideal", faults=[pl.kill(rank=2).at(seconds=2.0)])
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=3)", "gossip"])
+def test_ranks_that_share_a_core_take_as_long_as_one_after_the_other(strategy):
+    def seconds(cores):
+        compute = Compute(sample_s=0.01)
+        cluster = Cluster(ranks_per_node=0, cores=cores, compute=compute)
+        return pl.simulate(train, workers=4, strategy=strategy, cluster=cluster)
+
+    alone, two, one = seconds(0), seconds(2), seconds(1)
+    assert two.virtual_seconds == pytest.approx(2 * alone.virtual_seconds)
+    assert one.virtual_seconds == pytest.approx(4 * alone.virtual_seconds)
+    assert two.wait_share == pytest.approx(0.0, abs=1e-9), "a shared core is not a wait"
+    assert two.bytes_sent == alone.bytes_sent
+
+
+def test_faults_and_shared_cores_give_the_same_run_twice():
+    cluster = Cluster(ranks_per_node=2, cores=1, compute=Compute(sample_s=0.01, spread=0.3))
+    faults = [
+        pl.kill(rank=3).at(step=2),
+        pl.freeze(rank=0, for_s=0.2).at(seconds=0.05),
+        pl.slow(rank=1, factor=3).at(seconds=0.1),
+    ]
+    runs = [
+        pl.simulate(train, workers=4, strategy="gossip", cluster=cluster, faults=faults)
+        for _ in range(2)
+    ]
+    assert runs[0].trace_hash == runs[1].trace_hash
+    assert runs[0].lost_workers == 1 and runs[0].steps > 0
+
+
+@pytest.mark.parametrize(
+    "strategy", ["downpour(push_interval=1, fetch_interval=1)", "ssp", "easgd", "cyclic"]
+)
+def test_a_server_is_busy_with_each_update(strategy):
+    def run(**serving):
+        cluster = Cluster(compute=Compute(sample_s=1e-4), serving=Serving(**serving))
+        return pl.simulate(train, workers=3, strategy=strategy, cluster=cluster)
+
+    free, busy = run(), run(bytes_per_s=23 * 4 * 2)  # half a second for the 23 parameters
+    updates = round(busy.virtual_seconds / 0.5)
+    assert updates >= 8 and busy.virtual_seconds > 100 * free.virtual_seconds
+
+
+def test_a_communicator_lives_with_its_group():
+    """Two tiers: what a group sends to its communicator does not leave the node."""
+    inside, between = Link(bytes_per_s=1e9), Link(latency_s=1.0)
+    cluster = Cluster(ranks_per_node=2, inside=inside, network=between)
+    run = pl.simulate(train, workers=4, strategy="layered(group_size=2)", cluster=cluster)
+    rounds = run.steps / 4 + 1  # in the last one, all say that they have come to their end
+    assert run.virtual_seconds == pytest.approx(1 + 2 * rounds, abs=0.01)
+
+
+# Links -------------------------------------------------------------------------------------------
+
+WAYS = ("post", "send", "peek", "all_reduce")
+
+
+def talk(transport, channel, argument):
+    """Rank 1 gets a vector of rank 0 in one of the ways; when it has it."""
+    comm, x = Comm(transport), torch.ones(1000)
+    way = argument["way"]
+    if way == "all_reduce":
+        comm.all_reduce(x)
+    elif way == "peek":
+        if comm.rank == 0:
+            comm.publish(x)
+            comm.compute(100.0)
+        elif comm.rank == 1:
+            comm.compute(1e-6)
+            comm.peek(0)
+    elif comm.rank == 0:
+        (comm.send if way == "send" else comm.post)(x, 1)
+    elif comm.rank == 1:
+        comm.recv(x, 0)
+    return comm.now()
+
+
+def arrival(way, *faults, size=3, **how):
+    from support.worlds import run_program
+
+    return run_program("simulated", talk, size, faults=faults, way=way, **how)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "fault", [pl.cut(rank=0, peer=1, for_s=7), pl.cut(rank=1, for_s=7), pl.cut(node=0, for_s=7)]
+)
+def test_what_goes_over_a_cut_link_waits_until_it_is_whole(way, fault):
+    plain = arrival(way).values[1]
+    assert 0 < plain < 0.01
+    assert arrival(way, fault).values[1] == pytest.approx(7 + plain, abs=2e-6)
+    other = pl.cut(rank=2, peer=1, for_s=7) if way != "all_reduce" else pl.cut(rank=3, for_s=7)
+    assert arrival(way, other, size=4 if way != "all_reduce" else 3).values[1] == plain
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("for_s", [None, 50.0])
+def test_a_link_that_stays_cut_ends_in_a_timeout_that_names_the_ranks(way, for_s):
+    told = arrival(way, pl.cut(rank=0, peer=1, for_s=for_s), limits=Limits(progress_limit_s=20))
+    with pytest.raises(pl.CommTimeout) as caught:
+        _ = told.values
+    assert caught.value.waited_s == pytest.approx(20)
+    assert set(caught.value.ranks) <= {0, 1}
+
+
+def test_two_messages_over_a_cut_link_keep_their_order_and_queue_at_the_card():
+    def program(transport, channel, argument):
+        comm = Comm(transport)
+        if comm.rank == 0:
+            comm.post(torch.full((125_000,), 1.0), 1)
+            comm.compute(3.0)
+            comm.post(torch.full((125_000,), 2.0), 1)
+            return None
+        like, taken = torch.zeros(125_000), []
+        for _ in range(2):
+            taken.append((comm.recv(like, 0)[0].item(), comm.now()))
+        return taken
+
+    from support.worlds import run_program
+
+    faults = [pl.cut(rank=1, for_s=2).at(seconds=0), pl.cut(node=1, for_s=4).at(seconds=1.5)]
+    (first, first_s), (second, second_s) = run_program(
+        "simulated", program, 2, faults=faults
+    ).values[1]
+    assert (first, second) == (1.0, 2.0)
+    assert first_s == pytest.approx(5.5 + 5e-5 + 0.004)
+    assert second_s == pytest.approx(first_s + 0.004)
+
+
+def test_a_cut_delays_who_waits_for_each_other_and_nobody_else():
+    def run(strategy, *faults):
+        return pl.simulate(train, workers=4, strategy=strategy, faults=faults)
+
+    cut = pl.cut(rank=3, for_s=5).at(seconds=0.005)
+    plain, delayed = run("allreduce"), run("allreduce", cut)
+    assert delayed.virtual_seconds == pytest.approx(plain.virtual_seconds + 5, abs=0.01)
+    assert delayed.loss == plain.loss
+    slowed = run("allreduce", pl.degrade(node=2, factor=0.001))
+    assert plain.virtual_seconds < slowed.virtual_seconds and slowed.loss == plain.loss
+
+
+SCRIPT = {
+    "kill": "kill(rank=2).at(seconds=0.02)",
+    "freeze": "freeze(rank=1, for_s=0.5).at(step=2)",
+    "slow": "slow(rank=0, factor=3, for_s=0.1).at(seconds=0.01)",
+    "cut": "cut(rank=1, for_s=0.2).at(seconds=0.01)",
+    "degrade": "degrade(node=0, factor=0.01).at(seconds=0.01)",
+}
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "adpsgd", "downpour(push_interval=2)"])
+@pytest.mark.parametrize("kind", SCRIPT)
+def test_a_fault_script_gives_the_same_trace_twice(kind, strategy, tmp_path):
+    """As sentences, as a file, and again."""
+    path = tmp_path / "script.toml"
+    sentence = parse_fault(SCRIPT[kind])
+    given_keys = {k: v for k, v in asdict(sentence).items() if v is not None}
+    path.write_text("[[faults]]\n" + "".join(f"{k} = {v!r}\n" for k, v in given_keys.items()))
+
+    def run(*faults):
+        return pl.simulate(train, workers=4, strategy=strategy, faults=faults, cluster="mixed-lab")
+
+    told, read_back, plain = run(sentence), run(*read_faults(path)), run()
+    assert told.trace_hash == read_back.trace_hash != plain.trace_hash
+    assert told.metrics == read_back.metrics
+
+
+# Standing for another model ----------------------------------------------------------------------
+
+
+def test_as_another_model_bytes_and_times_are_its_own_and_gradients_are_not(tmp_path):
+    model = MODELS["resnet50"]
+    assert (model.bytes, model.tensors) == (4 * 25_557_032, 161)
+    plain = pl.simulate(train, workers=4, cluster="ethernet-1g")
+    run = pl.simulate(train, workers=4, cluster="ethernet-1g", as_model="resnet50", out=tmp_path)
+    assert run.loss == plain.loss and run.steps == plain.steps
+    assert run.bytes_sent == pytest.approx(plain.bytes_sent * model.bytes / 92)
+    assert run.wire_bytes == pytest.approx(plain.wire_bytes * model.bytes / 92)
+    start_s, exchange_s = 2 * (5e-5 + model.bytes / 125e6), 6 * (5e-5 + model.bytes / 4 / 125e6)
+    expected_s = start_s + run.steps / 4 * exchange_s + 2 * 12 * model.sample_s
+    assert run.virtual_seconds == pytest.approx(expected_s, rel=0.01)
+    assert run.as_model == "resnet50" and plain.as_model is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["as_model"].startswith("times and bytes as of resnet50; gradients of the network")
+    assert config["cluster"]["stands_for"]["bytes"] == model.bytes
+    sent = sum(r["bytes"] for r in read(tmp_path / "trace.jsonl") if r["event"] in SENDS)
+    assert sent == run.bytes_sent
+
+
+SENDS = ("broadcast", "all_reduce")
+
+
+def test_a_step_takes_the_named_models_time():
+    cluster = Cluster(compute=Compute(step_s=5.0, sample_s=1.0, factors=(2.0,)))
+    run = pl.simulate(train, workers=1, cluster=cluster, as_model="vgg16")
+    assert run.virtual_seconds == pytest.approx(2 * 2 * 48 * MODELS["vgg16"].sample_s)
+
+
+def test_one_call_a_tensor_counts_the_tensors_of_the_model_that_is_stood_for():
+    link = Link(latency_s=0.01)
+    times = {}
+    for calls in (0, 1):
+        cluster = Cluster(network=link, collectives=Collectives(algorithm="ring", calls=calls))
+        times[calls] = [
+            pl.simulate(train, workers=2, cluster=cluster, as_model=model).virtual_seconds
+            for model in (None, "resnet18")
+        ]
+    assert times[0][0] / times[1][0] == pytest.approx(4, rel=0.1)  # two layers, weights and biases
+    assert times[0][1] / times[1][1] > 10
+
+
+def test_an_unknown_model_gets_the_nearest_name():
+    with pytest.raises(pl.UsageError, match='no model "resnet5"; did you mean "resnet50"'):
+        pl.simulate(train, workers=2, as_model="resnet5")
+
+
+def test_a_trial_in_another_process_stands_for_the_same_model():
+    from paceline.strategies import make_strategy
+    from paceline.trials import Trial
+
+    cluster = as_model(load_cluster("wan"), "gpt2-small")
+    trial = Trial(strategy=make_strategy("allreduce"), workers=2, cluster=cluster)
+    assert Trial.of(json.loads(json.dumps(trial.config()))).cluster == cluster

@@ -6,7 +6,7 @@ events is run on the simulator, where the order is known, and compared with a di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 import paceline as pl
+from paceline.sim.cluster import Link
 from paceline.strategies.cyclic import Cyclic
 
 crowds = st.integers(2, 5)
@@ -450,6 +451,16 @@ def test_adpsgd_conserves_the_mean(topology, workers, steps, slowness):
     strategy = f"adpsgd(topology={topology})"
     ways, _, answers = run_apart(strategy, workers, steps, beat(1.0, slowness, 0.7))
     assert_close(answers[0], sum(way[1] for way in ways) / workers)
+
+
+@settings(max_examples=8)
+@given(workers=st.integers(3, 6), latency_s=st.floats(0, 6))
+def test_adpsgd_comes_together_on_slow_links(workers, latency_s):
+    """However many steps an exchange takes, workers do not swing past each other."""
+    links, pace = pl.Cluster(network=Link(latency_s=latency_s)), beat()
+    ways, _, _ = run_apart("adpsgd", workers, 80, replace(links, compute=pace.compute))
+    spreads = [torch.stack([way[step] for way in ways]).std(0).max() for step in (1, -1)]
+    assert spreads[1] < 0.2 * spreads[0]
 
 
 @settings(max_examples=6)

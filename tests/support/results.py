@@ -10,7 +10,9 @@ RESULT_KEYS = [
     "accuracy",
     "seconds",
     "startup_seconds",
+    "samples_per_s",
     "virtual_seconds",
+    "samples_per_s",
     "bytes_sent",
     "wire_bytes",
     "wait_share",
@@ -18,6 +20,7 @@ RESULT_KEYS = [
     "staleness_max",
     "consensus_distance",
     "trace_hash",
+    "as_model",
     "lost_workers",
     "joined_workers",
 ]

@@ -159,11 +159,22 @@ def _ddp() -> Step:
 
 
 def _post_local() -> Step:
-    net = DistributedDataParallel(make_net())
+    net = make_net()
+    return _stepper(*post_local(net, _optimizer(net), INTERVAL))
+
+
+def post_local(
+    net: nn.Module, optimizer: SGD, interval: int
+) -> tuple[DistributedDataParallel, PostLocalSGDOptimizer]:
+    """A model and its optimizer under torch's PostLocalSGD, local from the first step on.
+
+    It averages after each whole interval; without warm-up it would after 1, 17, 33, ... steps.
+    """
+    wrapped = DistributedDataParallel(net)
     state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
-    net.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=INTERVAL, warmup_steps=0)
-    return _stepper(net, PostLocalSGDOptimizer(_optimizer(net), averager))
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=interval, warmup_steps=interval - 1)
+    return wrapped, PostLocalSGDOptimizer(optimizer, averager)
 
 
 def _periodic() -> Step:

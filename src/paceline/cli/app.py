@@ -10,6 +10,8 @@ from typer import Argument, Option
 
 from paceline._version import __version__
 from paceline.cli.options import (
+    AsModel,
+    Calibrating,
     Device,
     Output,
     Repeats,
@@ -23,12 +25,16 @@ from paceline.cli.options import (
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
 from paceline.cli.train import Job, replay_run
+from paceline.errors import UsageError
 from paceline.options import at_least
-from paceline.sim.cluster import PRESETS, load_cluster
+from paceline.seeds import check_seed
+from paceline.sim.cluster import PRESETS, load_cluster, read_faults
+from paceline.sim.faults import EXAMPLE, parse_fault
+from paceline.sim.models import as_model as with_model
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
 
 CLUSTER = "ethernet-10g"
-BESIDE_REPLAY = ("replay", "cluster", "out", "json", "quiet", "verbose")
+BESIDE_REPLAY = ("replay", "cluster", "as_model", "out", "json", "quiet", "verbose")
 _STRATEGIES = f"Strategies: {', '.join(STRATEGIES)}; paceline strategies explains them."
 _CLUSTERS = f"{_STRATEGIES} Clusters: {', '.join(PRESETS)}, or the path of a TOML file."
 
@@ -85,19 +91,32 @@ def sim(
     cluster: Annotated[
         str, Option("--cluster", "-c", help="A named cluster, or a TOML file.")
     ] = CLUSTER,
+    as_model: AsModel = None,
+    fault: Annotated[
+        list[str] | None,
+        Option("--fault", help=f'What goes wrong: "{EXAMPLE}"; may be repeated.'),
+    ] = None,
+    faults: Annotated[
+        Path | None, Option("--faults", help="The same as a TOML file of [[faults]].")
+    ] = None,
     replay: Annotated[
         Path | None,
         Option("--replay", metavar="RUN", help="Follow the recorded order of a real run's folder."),
     ] = None,
 ) -> None:
     """Train in virtual time, on a simulated cluster."""
-    screen, place = training.screen(), load_cluster(cluster)
+    screen, place = training.screen(), with_model(load_cluster(cluster), as_model)
+    script = [parse_fault(text) for text in fault or ()]
+    if faults is not None:
+        script += read_faults(faults)
     if replay is not None:
         refuse_beside(context, "--replay", BESIDE_REPLAY)
         replay_run(screen, replay, place, training.out)
         return
     job = _job(training, strategy)
-    show_result(screen, job.simulate(screen, workers, place), job.task.name, place.name)
+    place.check_faults([*place.faults, *script], len(job.strategy.roles(workers)))
+    result = job.simulate(screen, workers, place, faults=script)
+    show_result(screen, result, job.task.name, place.name)
 
 
 def _job(training: Training, strategy: str) -> Job:
@@ -111,7 +130,12 @@ def compare(
     training: Training,
     strategy: Annotated[
         list[str] | None,
-        Option("--strategy", "-s", help="Methods; repeat, or separate by commas. [default: all]"),
+        Option(
+            "--strategy",
+            "--strategies",
+            "-s",
+            help="Methods; repeat, or separate by commas. [default: all]",
+        ),
     ] = None,
     workers: Annotated[
         list[str] | None,
@@ -121,33 +145,157 @@ def compare(
         list[str] | None,
         Option("--cluster", "-c", help=f"Clusters, likewise. [default: {CLUSTER}]"),
     ] = None,
+    as_model: AsModel = None,
     real: Annotated[bool, Option("--real", help="In real processes, not in virtual time.")] = False,
     target: Annotated[
         float | None,
         Option("--target", help="Accuracy to take the time to. [default: 0.8, built-in task]"),
     ] = None,
+    seeds: Annotated[
+        str | None,
+        Option("--seeds", help="How many seeds, or which: 3, or 0,1,2. [default: --seed alone]"),
+    ] = None,
     transport: TransportName = None,
     device: Device = "cpu",
 ) -> None:
-    """Put several strategies, workers and clusters side by side."""
+    """Put several strategies, workers and clusters side by side: a table, and an HTML report."""
     from paceline.cli import compare as c
 
     task, screen = find_task(training), training.screen()
-    clusters = [] if real else [load_cluster(s) for s in c.split_specs(cluster or [CLUSTER])]
+    if real and as_model is not None:
+        raise UsageError(
+            f"--as-model ({as_model}) must not be used with --real: real bytes take real time"
+        )
+    names = [] if real else c.split_specs(cluster or [CLUSTER])
+    clusters = [with_model(load_cluster(name), as_model) for name in names]
     comparison = c.Comparison(
         task=task,
         strategies=c.strategies_of(strategy or [], parse_settings(training.settings)),
         workers=c.workers_of(workers or ["2" if real else "8"], virtual=not real),
         clusters=clusters,
         target=c.TARGET if target is None and training.script is None else target,
-        seed=training.seed,
+        seeds=c.seeds_of(seeds, training.seed),
         out=choose_out(training.out, "compare"),
         transport=transport,
         device=device,
     )
     comparison.run(screen)
     comparison.show(screen)
-    screen.emit({"rows": comparison.rows, "report": None})
+    screen.emit({"rows": comparison.rows, "report": str(comparison.report)})
+
+
+@command(app)
+def report(
+    output: Output,
+    folders: Annotated[
+        list[Path],
+        Argument(metavar="FOLDER...", help="Of a comparison, or of one or several runs."),
+    ],
+    target: Annotated[
+        float | None,
+        Option("--target", help="Accuracy to take the time to. [default: as in the comparison]"),
+    ] = None,
+    out: Annotated[
+        Path | None, Option("--out", help="The file. [default: report.html in the first folder]")
+    ] = None,
+) -> None:
+    """Build the HTML report of a comparison anew, or that of one or several runs."""
+    from paceline.report.page import write_report
+
+    screen, path = output.screen(), write_report(folders, target=target, out=out)
+    screen.show(f"Report: {path}")
+    screen.emit({"report": str(path), "bytes": path.stat().st_size})
+
+
+@command(app)
+def timeline(
+    output: Output,
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Folders of runs, real or simulated.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        Option("--out", help="The file; gzipped if it ends in .gz. [default: RUN/timeline.json]"),
+    ] = None,
+    svg: Annotated[
+        Path | None, Option("--svg", help="Draw a picture as well, into this file.")
+    ] = None,
+    from_s: Annotated[
+        float | None,
+        Option("--from", metavar="S", help="Begin so many seconds after the first gradient."),
+    ] = None,
+    to_s: Annotated[float | None, Option("--to", metavar="S", help="End there, likewise.")] = None,
+) -> None:
+    """Show where each rank's time went, for Perfetto (ui.perfetto.dev) or as a picture."""
+    from paceline.cli.timeline import show_timeline
+
+    show_timeline(output.screen(), runs, out, svg, from_s, to_s)
+
+
+@command(app, epilog=_STRATEGIES)
+def calibrate(
+    calibrating: Calibrating,
+    check: Annotated[
+        bool, Option("--check", help="Predict real runs, then make them: the error of each.")
+    ] = False,
+    strategy: Annotated[
+        list[str] | None,
+        Option("--strategy", "-s", help="With --check: methods. [default: five of them]"),
+    ] = None,
+    workers: Annotated[
+        list[str] | None,
+        Option("--workers", "-w", help="With --check: how many. [default: 2,4]"),
+    ] = None,
+    repeats: Annotated[
+        int | None, Option("--repeats", help="With --check: real runs of each. [default: 5]")
+    ] = None,
+) -> None:
+    """Measure a script and this machine into a cluster file."""
+    from paceline.cli import calibrate as c
+
+    if not check:
+        c.refuse_without_check(strategy=strategy, workers=workers, repeats=repeats)
+        c.show_calibration(calibrating)
+        return
+    c.show_check(calibrating, strategy or [], workers or [], 5 if repeats is None else repeats)
+
+
+@command(app)
+def papers(
+    output: Output,
+    name: Annotated[
+        str | None, Argument(metavar="[CLAIM]", help="One of them. [default: all]")
+    ] = None,
+    list_: Annotated[
+        bool, Option("--list", help="Say the claims, how they are tried and judged; run nothing.")
+    ] = False,
+    sweep: Annotated[
+        bool, Option("--sweep", help="Make the file of learning rates; goes on where it stopped.")
+    ] = False,
+    full: Annotated[
+        bool, Option("--full", help="On whole data sets, with more seeds; takes hours.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        Option("--data", help="Folder with CIFAR-10, Fashion-MNIST and BANKING77, for --full."),
+    ] = None,
+    seed: Annotated[int, Option("--seed", help="Of the experiments.")] = 0,
+    rates: Annotated[
+        Path | None, Option("--rates", help="File of learning rates. [default: the recorded one]")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Option("--out", help="Folder that keeps each run; those in it are not made again."),
+    ] = None,
+) -> None:
+    """Put the claims of the papers to the test: our figures, and whether it holds."""
+    from paceline.cli import papers as p
+
+    check_seed(seed)
+    choice = p.Choice(name=name, seed=seed, full=full, data=data, rates=rates, out=out)
+    act = p.list_claims if list_ else p.sweep_rates if sweep else p.try_claims
+    act(output.screen(), choice)
 
 
 @command(app)
@@ -205,9 +353,15 @@ def bench_sim(
     workers: Workers = 64,
     repeats: Repeats = 5,
     steps: Annotated[int, Option("--steps", help="Steps of each worker in a repeat.")] = 10,
+    scale: Annotated[
+        bool, Option("--scale", help="Instead: a worker's step among 8, 64 and 1,000 of them.")
+    ] = False,
 ) -> None:
     """Simulate: events a second, and what that adds to the gradients of the built-in networks."""
-    from paceline.cli.benches import show_sim
+    from paceline.cli.benches import show_scale, show_sim
 
     at_least("steps", steps, 1)
-    show_sim(output.screen(), workers, repeats, steps)
+    if scale:
+        show_scale(output.screen(), repeats, steps)
+    else:
+        show_sim(output.screen(), workers, repeats, steps)

@@ -73,6 +73,27 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
     screen.emit({"rows": rows})
 
 
+def show_scale(screen: Screen, repeats: int, steps: int) -> None:
+    """Time a worker's step when there are few workers, and when there are a thousand."""
+    at_least("repeats", repeats, 1)
+    from paceline.bench.sim import SCALED, SCALES, bench_scale
+
+    rows = bench_scale(SCALED, SCALES, repeats, steps)
+    screen.table(
+        ["method", "workers", "us of the processor a step", f"of that at {SCALES[0]}"],
+        [
+            (
+                row["strategy"] or "plain loop",
+                str(row["workers"]),
+                f"{row['cpu_us_per_step']:.0f}",
+                f"{row['ratio_to_fewest']:.2f}",
+            )
+            for row in rows
+        ],
+    )
+    screen.emit({"rows": rows})
+
+
 def _check(workers: int, repeats: int) -> None:
     check_real_workers(workers)
     at_least("workers", workers, 2)

@@ -1,129 +1,295 @@
-"""``paceline compare``: strategies, workers and clusters side by side."""
+"""``paceline compare``: strategies, workers, clusters and seeds side by side."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Screen, number, seconds, size
 from paceline.cli.task import Task
-from paceline.cli.train import Job
-from paceline.errors import UsageError, unknown
-from paceline.options import field_types
+from paceline.cli.train import Job, default_transport
+from paceline.errors import PacelineError, UsageError, unknown
+from paceline.options import at_least, field_types
+from paceline.seeds import check_seed
+from paceline.sim.models import stands_for_note
 from paceline.strategies import STRATEGIES, make_strategy
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from paceline.results import Result
     from paceline.sim.cluster import Cluster
+    from paceline.trials import Outcome, Trial
 
 TARGET = 0.8
 """The accuracy of the built-in task that a comparison takes the time to."""
+TRIALS = "trials"
+"""The folder of outcomes inside that of a comparison."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a comparison."""
+
+    spec: str
+    strategy: Strategy
+    workers: int
+    cluster: Cluster | None
+    seed: int
+
+    def __str__(self) -> str:
+        where = f", {self.cluster.name}" if self.cluster else ""
+        return f"{self.spec}, {self.workers} workers{where}, seed {self.seed}"
+
+
+class NoRunEnded(PacelineError):
+    """Every run of a comparison failed; the exit code is that of the first."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.error)
+        self.exit_code = outcome.exit_code
 
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Runs to make, one after the other, each from the same seed."""
+    """Runs to make: simulated ones on all cores, real ones one after the other."""
 
     task: Task
     strategies: dict[str, Strategy]
     workers: list[int]
     clusters: list[Cluster]
     target: float | None
-    seed: int
+    seeds: list[int]
     out: Path
     transport: str | None = None
     device: str = "cpu"
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def run(self, screen: Screen) -> None:
-        """Make the runs, and say how each of them went."""
-        plan = list(self._plan())
-        for count, (spec, strategy, workers, cluster) in enumerate(plan, 1):
-            where = f", {cluster.name}" if cluster else ""
-            screen.say(f"[{count}/{len(plan)}] {spec}, {workers} workers{where}")
-            result = self._run(screen, strategy, workers, cluster, self.out / f"{count:02d}")
-            self.rows.append(self._row(spec, workers, cluster, result))
+        """Make the runs that are not in the folder yet, and the report of all."""
+        from paceline.report.page import load_template, write_report
 
-    def _plan(self) -> Iterator[tuple[str, Strategy, int, Cluster | None]]:
-        for cluster in self._places():
-            for workers in self.workers:
-                for spec, strategy in self.strategies.items():
-                    yield spec, strategy, workers, cluster
+        load_template()  # if anything is missing for the report, say so now
+        cases = [*self._cases()]
+        outcomes = (self._simulate if self.clusters else self._run)(screen, cases)
+        if all(outcome.result is None for outcome in outcomes):
+            raise NoRunEnded(outcomes[0])
+        self.rows = [self._row(*pair) for pair in zip(cases, outcomes, strict=True)]
+        self.report = write_report([self.out])
 
-    def _places(self) -> Sequence[Cluster | None]:
-        return self.clusters or [None]
+    def _cases(self) -> Iterator[Case]:
+        places: Sequence[Cluster | None] = self.clusters or [None]
+        methods = self.strategies.items()
+        for place, workers, method, seed in product(places, self.workers, methods, self.seeds):
+            yield Case(*method, workers, place, seed)
 
-    def _run(
-        self, screen: Screen, strategy: Strategy, workers: int, cluster: Cluster | None, out: Path
-    ) -> Result:
-        job = Job(task=self.task, strategy=strategy, seed=self.seed, out=out)
-        if cluster is not None:
-            return job.simulate(screen, workers, cluster)
-        result = job.run(screen, workers, self.transport, self.device)
+    # Making the runs -----------------------------------------------------------------------------
+
+    def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
+        """All at once on all cores, those of many workers first: they take longest."""
+        from paceline.trials import Book, run_trials
+
+        trials, folder = [self._trial(case) for case in cases], self.out / TRIALS
+        book, configs = Book(folder), [trial.key() for trial in trials]
+        found = sum(book.find(config) is not None for config in configs)
+        self._write_plan(cases, [book.path(config) for config in configs])
+        order = sorted(range(len(cases)), key=lambda place: -cases[place].workers)
+        what = f"{len(cases)} simulations, {found} of them found in {self.out}"
+        with screen.tally(len(cases), what) as tell:
+            outcomes = run_trials(
+                [trials[place] for place in order],
+                folder=folder,
+                on_done=lambda place, outcome: tell(self._line(cases[order[place]], outcome)),
+            )
+        by_place = dict(zip(order, outcomes, strict=True))
+        return [by_place[place] for place in range(len(cases))]
+
+    def _trial(self, case: Case) -> Trial:
+        from paceline.trials import Trial
+
+        assert case.cluster is not None
+        return Trial(
+            strategy=case.strategy,
+            workers=case.workers,
+            cluster=case.cluster,
+            seed=case.seed,
+            arguments=self.task.arguments,
+            train=self.task.reference,
+        )
+
+    def _run(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
+        """In real processes, which have the machine for themselves."""
+        from paceline.trials import Book, Outcome
+
+        book, configs = Book(self.out / TRIALS), [self._real_config(case) for case in cases]
+        known = [book.find(config) for config in configs]
+        self._write_plan(cases, [book.path(config) for config in configs])
+        found = len(known) - known.count(None)
+        screen.say(f"{len(cases)} runs, {found} of them found in {self.out}")
+        outcomes = []
+        for place, case in enumerate(cases):
+            outcome = known[place]
+            if outcome is None:
+                screen.say(f"[{place + 1}/{len(cases)}] {case}")
+                result = self._launch(screen, case, self.out / f"{place + 1:02d}")
+                outcome = Outcome(result=result)
+                book.keep(configs[place], json.dumps(asdict(outcome)))
+            outcomes.append(outcome)
+        return outcomes
+
+    def _launch(self, screen: Screen, case: Case, out: Path) -> Result:
+        job = Job(task=self.task, strategy=case.strategy, seed=case.seed, out=out)
+        result = job.run(screen, case.workers, self.transport, self.device)
         assert result is not None, "a comparison starts its own processes"
         return result
 
-    def _row(
-        self, spec: str, workers: int, cluster: Cluster | None, result: Result
-    ) -> dict[str, Any]:
-        to_target = None if self.target is None else result.seconds_to(self.target)
-        return {
-            **result.to_json(),
-            "strategy": spec,
-            "workers": workers,
-            "cluster": cluster.name if cluster else None,
+    def _real_config(self, case: Case) -> str:
+        """What decides a real run, as far as anything does."""
+        from paceline.reference import pack_strategy
+
+        config = {
+            "train": self.task.reference,
+            "strategy": pack_strategy(case.strategy),
+            "workers": case.workers,
+            "world": self.transport or default_transport(),
+            "device": self.device,
+            "seed": case.seed,
+            "arguments": self.task.arguments,
+        }
+        return json.dumps(config, sort_keys=True)
+
+    def _write_plan(self, cases: Sequence[Case], paths: Sequence[Path | None]) -> None:
+        """Write down what is compared, for the report."""
+        from paceline.report.material import COMPARISON
+
+        runs = [
+            {
+                "strategy": case.spec,
+                "workers": case.workers,
+                "seed": case.seed,
+                "file": f"{TRIALS}/{path.name}",
+            }
+            for case, path in zip(cases, paths, strict=True)
+            if path is not None
+        ]
+        told = {
+            "task": self.task.name,
             "target": self.target,
-            "seconds_to_target": to_target,
+            "command": shlex.join(["paceline", *sys.argv[1:]]),
+            "made_at": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "runs": runs,
+        }
+        (self.out / COMPARISON).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+    # Showing them --------------------------------------------------------------------------------
+
+    def _line(self, case: Case, outcome: Outcome) -> str:
+        """A run in one line, when it is done."""
+        result = outcome.result
+        if result is None:
+            return f"{case}: {(outcome.error or '').splitlines()[0]}"
+        told = f"{case}: accuracy {number(result.accuracy)}"
+        if self.target is None:
+            return told
+        at_s = result.seconds_to(self.target)
+        return f"{told}, {self.target:g} " + (f"after {seconds(at_s)}" if at_s else "never")
+
+    def _row(self, case: Case, outcome: Outcome) -> Row:
+        from paceline.results import Result
+
+        result, target = outcome.result, self.target
+        reached = None if result is None or target is None else result.first_with(target)
+        keys = [f.name for f in fields(Result) if f.repr]
+        return {
+            **(dict.fromkeys(keys) if result is None else result.to_json()),
+            "strategy": case.spec,
+            "workers": case.workers,
+            "cluster": case.cluster.name if case.cluster else None,
+            "seed": case.seed,
+            "target": target,
+            "seconds_to_target": reached["t"] - result.first_step_s if result and reached else None,
+            "bytes_to_target": reached.get("all_bytes") if reached else None,
+            "error": outcome.error,
         }
 
     def show(self, screen: Screen) -> None:
-        """Show the table, and what it says in a sentence."""
-        clock = "virtual time" if self.clusters else "time"
+        """Show the table, and what it says in sentences."""
         columns = ["strategy", "workers", "accuracy"]
         if self.target is not None:
-            columns.append(f"{self.target:g} after")
-        columns += [clock, "waiting", "sent"]
+            columns += [f"{self.target:g} after", "with"]
+        columns += ["virtual time" if self.clusters else "time", "waiting", "sent"]
         if len(self.clusters) > 1:
             columns.insert(1, "cluster")
-        screen.table(columns, [self._cells(row) for row in self.rows])
+        screen.table(columns, [self._cells(rows) for rows in self._groups()])
+        if self.clusters and self.clusters[0].stands_for is not None:
+            screen.show(f"Note: {stands_for_note(self.clusters[0].stands_for.model)}.")
+        if len(self.seeds) > 1:
+            screen.say(f"Means over {len(self.seeds)} seeds, and in brackets their range.\n")
+        width = min(screen.console.width, 100)
         for sentence in self._sentences():
-            screen.say(sentence)
+            screen.say(textwrap.fill(sentence, width) + "\n")
+        screen.say(f"Report: {self.report}")
 
-    def _cells(self, row: dict[str, Any]) -> list[str]:
-        cells = [row["strategy"], str(row["workers"]), number(row["accuracy"])]
+    def _groups(self) -> list[list[Row]]:
+        """The rows that differ by their seed alone."""
+        groups: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row["cluster"], row["workers"], row["strategy"]), []).append(row)
+        return [*groups.values()]
+
+    def _cells(self, rows: Sequence[Row]) -> list[str]:
+        cells = [rows[0]["strategy"], str(rows[0]["workers"]), ranged(rows, "accuracy", number)]
         if self.target is not None:
-            cells.append(seconds(row["seconds_to_target"]) if row["seconds_to_target"] else "never")
-        total_s = row["virtual_seconds"] if self.clusters else row["seconds"]
-        cells += [seconds(total_s), f"{row['wait_share']:.0%}", size(row["bytes_sent"])]
+            cells.append(ranged(rows, "seconds_to_target", seconds, "never"))
+            cells.append(_mean(rows, "bytes_to_target", size))
+        whole = "virtual_seconds" if self.clusters else "seconds"
+        cells += [_mean(rows, whole, seconds), _mean(rows, "wait_share", "{:.0%}".format)]
+        cells.append(_mean(rows, "bytes_sent", size))
         if len(self.clusters) > 1:
-            cells.insert(1, row["cluster"])
+            cells.insert(1, rows[0]["cluster"])
         return cells
 
     def _sentences(self) -> Iterator[str]:
-        """For each set-up: who was there first, and by how much."""
-        for cluster in self._places():
-            for workers in self.workers:
-                name = cluster.name if cluster else None
-                rows = [r for r in self.rows if (r["workers"], r["cluster"]) == (workers, name)]
-                reached = [row for row in rows if row["seconds_to_target"]]
-                reached.sort(key=lambda row: row["seconds_to_target"])
-                if len(reached) > 1:
-                    yield _verdict(reached, workers, name)
+        """The verdict on each setting, as the report has it."""
+        from paceline.report.material import read_material
+        from paceline.report.verdict import verdict
+
+        material = read_material([self.out])
+        for setting in material.settings:
+            told = verdict(material, setting)
+            sure = f" {told.sure.capitalize()}: {told.why}" if told.sure else ""
+            yield f"{setting}: {' '.join(told.sentences)}{sure}"
 
 
-def _verdict(reached: Sequence[dict[str, Any]], workers: int, cluster: str | None) -> str:
-    first, last = reached[0], reached[-1]
-    times = last["seconds_to_target"] / first["seconds_to_target"]
-    place = f" on {cluster}" if cluster else ""
-    return (
-        f"{workers} workers{place}: {first['strategy']} is at accuracy {first['target']:g} first,"
-        f" {times:.1f} times sooner than {last['strategy']}."
-    )
+def ranged(rows: Sequence[Row], key: str, show: Callable[[Any], str], missing: str = "-") -> str:
+    """The mean of a number over seeds and its range; of how many seeds, if some have none."""
+    values = [row[key] for row in rows if row[key] is not None]
+    if not values:
+        return missing
+    told, low, high = _mean(rows, key, show), show(min(values)), show(max(values))
+    if low != high:
+        told += f" ({low} to {high})"
+    return told if len(values) == len(rows) else f"{told}, {len(values)} of {len(rows)}"
+
+
+def _mean(rows: Sequence[Row], key: str, show: Callable[[Any], str]) -> str:
+    values = [row[key] for row in rows if row[key] is not None]
+    return show(fmean(values)) if values else "-"
+
+
+# What was typed ----------------------------------------------------------------------------------
 
 
 def split_specs(texts: Sequence[str]) -> list[str]:
@@ -157,10 +323,34 @@ def workers_of(texts: Sequence[str], *, virtual: bool) -> list[int]:
     """Numbers of workers, each of which this machine can hold."""
     counts = []
     for text in split_specs(texts):
-        try:
-            count = int(text)
-        except ValueError:
-            raise UsageError(f"workers ({text}) must be a whole number") from None
+        count = _whole("workers", text)
         (check_virtual_workers if virtual else check_real_workers)(count)
         counts.append(count)
     return counts
+
+
+def seeds_of(text: str | None, first: int) -> list[int]:
+    """Seeds from ``3`` (so many, beginning with ``first``) or ``0,1,5`` (these).
+
+    >>> seeds_of(None, 7), seeds_of("3", 7), seeds_of("0,1,5", 0)
+    ([7], [7, 8, 9], [0, 1, 5])
+    """
+    if text is None:
+        return [first]
+    if "," not in text:
+        count = _whole("seeds", text)
+        at_least("seeds", count, 1)
+        return [*range(first, first + count)]
+    if first:
+        raise UsageError(f"seed ({first}) must not be given beside a list of seeds ({text})")
+    seeds = [*dict.fromkeys(_whole("seeds", part) for part in split_specs([text]))]
+    for seed in seeds:
+        check_seed(seed)
+    return seeds
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name} ({text}) must be a whole number") from None

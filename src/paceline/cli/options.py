@@ -21,6 +21,7 @@ from typer import Argument, Option
 
 from paceline.cli.screen import Screen
 from paceline.errors import PacelineError, UsageError
+from paceline.sim.models import MODELS
 
 StrategySpec = Annotated[
     str, Option("--strategy", "-s", help='A method: "sasgd", or "sasgd(interval=8)".')
@@ -35,6 +36,14 @@ TransportName = Annotated[
 ]
 Device = Annotated[
     str, Option("--device", help="cpu, or cuda to spread the workers over this machine's GPUs.")
+]
+AsModel = Annotated[
+    str | None,
+    Option(
+        "--as-model",
+        metavar="NAME",
+        help=f"Bytes and step times of another model: {', '.join(MODELS)}.",
+    ),
 ]
 Repeats = Annotated[int, Option("--repeats", help="How often each thing is timed.")]
 
@@ -99,6 +108,48 @@ class Training(Output):
     def arguments(self) -> dict[str, Any]:
         """What was given for ``train``."""
         names = ("epochs", "steps", "lr", "batch_size", "model", "data")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(kw_only=True)
+class Calibrating(Output):
+    """What is calibrated, how thoroughly, and where to."""
+
+    script: Annotated[
+        Path | None,
+        Argument(
+            metavar="SCRIPT",
+            help="Python file that defines train(worker); without one, the built-in task.",
+            show_default=False,
+        ),
+    ] = None
+    seed: Annotated[int, Option("--seed", help="Of everything random in the runs.")] = 0
+    steps: Annotated[
+        int | None, Option("--steps", help="End after so many steps a worker. [built-in: 100]")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        Option("--batch-size", help="Samples in a worker's batch. [built-in: 128 / workers]"),
+    ] = None
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            help="Network of the built-in task: cnn, mlp or wide (1.9 million parameters)."
+            " [default: cnn; with --check, mlp and wide]",
+        ),
+    ] = None
+    transport: TransportName = None
+    rounds: Annotated[
+        int, Option("--rounds", help="How often everything is measured, in turn.")
+    ] = 3
+    out: Annotated[Path, Option("--out", help="The cluster file; of several models, one each.")] = (
+        Path("machine.toml")
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """What was given for ``train``."""
+        names = ("steps", "batch_size", "model")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paceline.sim.models import stands_for_note
+from paceline.words import number as number
+from paceline.words import seconds as seconds
+from paceline.words import size as size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +62,8 @@ class Screen:
 
         console, cells = self.console, list(rows)
         table = Table(box=box.SIMPLE_HEAD)
-        for number, name in enumerate(columns):
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for place, name in enumerate(columns):
+            table.add_column(name, justify="right" if place else "left", no_wrap=True)
         for row in cells:
             table.add_row(*row)
         unlimited = console.options.update(max_width=1000)
@@ -83,6 +89,26 @@ class Screen:
                 yield bar
         else:
             yield Watch(self)
+
+    @contextmanager
+    def tally(self, total: int, what: str) -> Iterator[Callable[[str], None]]:
+        """Show how many of some runs are done: call it with a line about each."""
+        if self.quiet or not self.console.is_terminal:
+            self.say(what)
+            numbers = count(1)
+            yield lambda line: self.say(f"[{next(numbers)}/{total}] {line}")
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+
+            def tell(line: str) -> None:
+                bar.console.print(line, markup=False, highlight=False)
+                bar.advance(task)
+
+            yield tell
 
 
 class Watch:
@@ -158,47 +184,6 @@ def line_of(record: Mapping[str, Any], *, with_rank: bool) -> str:
     return "  ".join(parts + [f"{name} {number(value)}" for name, value in shown.items()])
 
 
-def number(value: Any) -> str:
-    """A value as people read it.
-
-    >>> number(0.123456), number(12), number(None), number(1234567)
-    ('0.1235', '12', '-', '1,234,567')
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def seconds(value: float | None) -> str:
-    """A duration as people read it.
-
-    >>> seconds(0.01234), seconds(12.345), seconds(360), seconds(None)
-    ('12.3 ms', '12.3 s', '6.0 min', '-')
-    """
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value:.1f} s" if value < 300 else f"{value / 60:.1f} min"
-
-
-def size(nbytes: float | None) -> str:
-    """A number of bytes as people read it.
-
-    >>> size(512), size(83_000), size(4.5e9), size(None)
-    ('512 B', '83.0 KB', '4.5 GB', '-')
-    """
-    if nbytes is None:
-        return "-"
-    units = ("B", "KB", "MB", "GB", "TB")
-    power = 0
-    while nbytes >= 1000 and power < len(units) - 1:
-        nbytes, power = nbytes / 1000, power + 1
-    return f"{nbytes:.1f} {units[power]}" if power else f"{nbytes:.0f} B"
-
-
 class Replayed(NamedTuple):
     """How a replay compares with the run that was recorded."""
 
@@ -216,6 +201,8 @@ def show_result(
     facts = {"accuracy": number(result.accuracy), "loss": number(result.loss)}
     if result.virtual_seconds is not None:
         facts["virtual time"] = seconds(result.virtual_seconds)
+    if result.as_model is not None:
+        facts["as model"] = stands_for_note(result.as_model)
     facts["wall time"] = f"{seconds(result.seconds)} after {seconds(result.startup_seconds)}"
     facts["steps"] = f"{number(result.steps)} with {number(result.samples)} samples"
     facts["sent"] = size(result.bytes_sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.strategies import strategy_name
 if TYPE_CHECKING:
     from paceline.results import Result
     from paceline.sim.cluster import Cluster
+    from paceline.sim.faults import Fault
     from paceline.strategies.base import Strategy
 
 
@@ -43,7 +45,7 @@ class Job:
         world = launched_rank_and_size()[1]
         count = (world if world > 1 else 2) if workers is None else workers
         check_real_workers(count)
-        chosen = transport or _default_transport()
+        chosen = transport or default_transport()
         one_of("transport", chosen, TRANSPORTS)
         check_device(device)
         if world > 1:
@@ -74,7 +76,12 @@ class Job:
             )
 
     def simulate(
-        self, screen: Screen, workers: int, cluster: Cluster, replay: Path | None = None
+        self,
+        screen: Screen,
+        workers: int,
+        cluster: Cluster,
+        replay: Path | None = None,
+        faults: Sequence[Fault] = (),
     ) -> Result:
         """Run on a simulated cluster, in an order of its own or that of a recorded run."""
         check_virtual_workers(workers)
@@ -92,6 +99,7 @@ class Job:
                 train,
                 workers=workers,
                 cluster=cluster,
+                faults=faults,
                 replay=replay,
                 out=folder,
                 on_progress=watch.progress,
@@ -142,6 +150,6 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
     return Replayed(str(run.path), same, verdict)
 
 
-def _default_transport() -> str:
+def default_transport() -> str:
     """Shared memory where there is one; elsewhere gloo."""
     return "shared_memory" if sys.platform == "linux" else "distributed"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.ranks import Others, everyone, ranks
 from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
 
 if TYPE_CHECKING:
@@ -130,6 +131,19 @@ class Transport(ABC):
     def compute(self, seconds: float) -> None:  # noqa: B027 - real time passes by itself
         """Let computing time pass; only a virtual clock needs to be told."""
 
+    def charge_gather(self, nbytes: int) -> None:  # noqa: B027 - likewise
+        """Let the time pass that it takes to gather gradients of ``nbytes`` into one vector."""
+
+    def serves(self) -> None:  # noqa: B027 - likewise
+        """Hear that this rank is a server: all that its core does is in :meth:`charge_update`."""
+
+    def charge_update(self, nbytes: int) -> None:  # noqa: B027 - likewise
+        """Let the time pass that a server takes to apply an update of ``nbytes``."""
+
+    def know_model(self, nbytes: int, tensors: int) -> float:
+        """Hear how large the model is; what its bytes count for, where it stands for another."""
+        return 1.0
+
     def step_begins(self, step: int) -> None:  # noqa: B027 - only a simulator injects faults
         """Hear that the optimizer's step number ``step`` begins."""
 
@@ -154,16 +168,22 @@ class Comm:
 
     def __init__(self, transport: Transport, members: Sequence[int] | None = None) -> None:
         self.transport = transport
-        self.members = tuple(range(transport.size) if members is None else members)
-        self.rank = self.members.index(transport.rank)
+        self.members = everyone(transport.size) if members is None else ranks(tuple(members))
+        self.rank = self.members.places[transport.rank]
         self.size = len(self.members)
+        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._window: Any = None
         self._gone: set[int] = set()
+        self._others = Others(self.members, transport.rank)
 
     def alive(self) -> tuple[int, ...]:
         """The ranks that have neither died nor left, this one included."""
-        alive = set(self.transport.alive())
-        return tuple(rank for rank, world in enumerate(self.members) if world in alive)
+        alive = self.transport.alive()
+        if self._seen is None or self._seen[0] is not alive:
+            here = set(alive)
+            members = tuple(rank for rank, world in enumerate(self.members) if world in here)
+            self._seen = (alive, ranks(members))
+        return self._seen[1]
 
     def starters(self) -> tuple[int, ...]:
         """The ranks that are here from the beginning; others come later."""
@@ -192,23 +212,23 @@ class Comm:
         Raises:
             PeersGone: every other rank has left, and nothing is left to take.
         """
-        src, x = self.transport.take(like, self._others(), tag, "recv_any")
-        return self.members.index(src), x
+        src, x = self.transport.take(like, self._others, tag, "recv_any")
+        return self.members.places[src], x
 
     def recv_or_loss(self, like: Tensor, tag: int = 0) -> tuple[int, Tensor | None]:
         """As :meth:`recv_any`; and once for each rank that died or left, ``(rank, None)``.
 
         What a rank sent before it went comes first.
         """
-        sources = [member for member in self._others() if member not in self._gone]
+        sources = Others(self.members, self.transport.rank, self._gone)
         if not sources:
             raise PeersGone
         try:
             src, x = self.transport.take(like, sources, tag, "recv_any", watch=True)
         except PeerLost as lost:
             self._gone.add(lost.rank)
-            return self.members.index(lost.rank), None
-        return self.members.index(src), x
+            return self.members.places[lost.rank], None
+        return self.members.places[src], x
 
     def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:
         """Send to ``dst`` while receiving from ``src``: the idiom of rings and pairs."""
@@ -226,8 +246,8 @@ class Comm:
     def poll(self, like: Tensor, tag: int = 0) -> list[tuple[int, Tensor]]:
         """Take all that has arrived, as ``[(src, x)]``. Never waits."""
         taken = []
-        while (message := self.transport.take_now(like, self._others(), tag)) is not None:
-            taken.append((self.members.index(message[0]), message[1]))
+        while (message := self.transport.take_now(like, self._others, tag)) is not None:
+            taken.append((self.members.places[message[0]], message[1]))
         return taken
 
     def publish(self, x: Tensor) -> int:
@@ -301,6 +321,14 @@ class Comm:
         """Let ``seconds`` of computing pass on a virtual clock; free on a real one."""
         self.transport.compute(seconds)
 
+    def serves(self) -> None:
+        """Say that this rank is a server: all of its work is in :meth:`charge_update`."""
+        self.transport.serves()
+
+    def charge_update(self, nbytes: int) -> None:
+        """Let the time pass that a server takes to apply an update; free on a real clock."""
+        self.transport.charge_update(nbytes)
+
     def ticket(self, queue: int, epoch: int) -> int | None:
         """Draw the next number, from 0, of the counter ``queue`` in ``epoch``.
 
@@ -316,9 +344,6 @@ class Comm:
             others = f"0 to {self.size - 1}" + ("" if may_be_self else f", not {self.rank} itself")
             raise UsageError(f"peer ({rank}) must be a rank of this group: {others}")
         return self.members[rank]
-
-    def _others(self) -> tuple[int, ...]:
-        return tuple(member for member in self.members if member != self.transport.rank)
 
 
 def _vector(x: Tensor) -> Tensor:

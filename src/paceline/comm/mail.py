@@ -1,13 +1,15 @@
 """Messages over torch.distributed: one service thread a rank, over a gloo group of its own.
 
-The thread receives headers and nothing else; a vector stays with its sender until somebody takes
-it, and is refused by its header before memory is taken for it. A send is done, and a mailbox has
-room again, when the receiver has said so.
+The thread receives headers and nothing else; a vector stays with its sender until somebody asks for
+it, and is refused by its header before memory is taken for it. Who polls does not wait for it: it
+is fetched until the next time. A send is done, and a mailbox has room again, when the receiver has
+said so.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,6 +27,8 @@ from paceline.errors import PeerLost, PeersGone
 
 _HEADER_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
 _TICK_S = 0.1
+_SMALL_BYTES = 4096
+"""A vector that travels in no more time than its header took."""
 _HEADERS_KEPT = 4 * (MAILBOX_CAPACITY + 4)
 """A header must be kept until it has arrived; fewer than these can be on their way to one rank."""
 
@@ -73,6 +77,41 @@ class _Offer(Work):
         return 1
 
 
+class _Fetch:
+    """A vector on its way here. Waiting for it cannot be ended, so a thread does, and is left."""
+
+    def __init__(self, group: Any, x: Tensor, src: int, tag: int) -> None:
+        self.x = x
+        self._looked_s = time.monotonic()
+        self._came: list[bool] = []
+        arguments = (group, src, tag)
+        self._thread = threading.Thread(
+            target=self._receive, args=arguments, name="paceline-fetch", daemon=True
+        )
+        self._thread.start()
+
+    def _receive(self, group: Any, src: int, tag: int) -> None:
+        try:
+            group.recv([self.x], src, tag).wait()
+            self._came.append(True)
+        except RuntimeError:
+            self._came.append(False)
+
+    def outcome(self, seconds: float) -> bool | None:
+        """Whether it came; None while that is not known, after so long a wait."""
+        if seconds and not self._came:
+            self._thread.join(seconds)
+        return self._came[0] if self._came else None
+
+    def is_late(self) -> bool:
+        """Whether it is time to look after its sender: once in a while."""
+        now_s = time.monotonic()
+        late = now_s >= self._looked_s + _TICK_S
+        if late:
+            self._looked_s = now_s
+        return late
+
+
 class Mail:
     """The messages of one rank."""
 
@@ -84,6 +123,7 @@ class Mail:
         self._inbox: list[tuple[int, Header]] = []
         self._windows: dict[int, tuple[int, Header]] = {}
         self._held: dict[int, _Held] = {}
+        self._fetches: dict[tuple[int, int], _Fetch] = {}
         self._headers = [deque[Any](maxlen=_HEADERS_KEPT) for _ in range(size)]
         self._window: tuple[int, Tensor] | None = None
         self._left: set[int] = set()
@@ -102,6 +142,8 @@ class Mail:
         """Say that this rank leaves, and wait until the others have, so that all can be told."""
         if self.rank in self._left:
             return
+        for (src, _), fetch in self._fetches.items():
+            self._await(fetch, src)
         for dst in range(self.size):
             if dst != self.rank and self._peers.why_lost(dst) is None:
                 self._send_header(dst, Header(Kind.LEFT))
@@ -193,31 +235,58 @@ class Mail:
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool
     ) -> tuple[int, Tensor]:
-        """Wait for a message and take it."""
+        """Wait for a message and take it; the next one is fetched while this one is made use of."""
         while True:
             src, header = self.wait(
                 lambda: self._find(sources, tag), sources, op, op == "recv_any", watch
             )
             taken = self._take(src, header, like)
             if taken is not None:
+                self._fetch_ahead(like, sources, tag)
                 return src, taken
 
+    def _fetch_ahead(self, like: Tensor, sources: Sequence[int], tag: int) -> None:
+        with self._changed:
+            found = self._find(sources, tag)
+        if found is not None and self._fits(found[1], like):
+            self._fetch(*found)
+
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        """Take a message that has arrived."""
-        while True:
-            with self._changed:
-                found = self._find(sources, tag)
-            if found is None:
-                return None
-            taken = self._take(*found, like)
-            if taken is not None:
-                return found[0], taken
+        """Take a message that is here in full; those that are not are fetched meanwhile."""
+        for src, header in self._oldest(sources, tag):
+            if not self._fits(header, like) or self._is_here(src, header):
+                taken = self._take(src, header, like)
+                if taken is not None:
+                    return src, taken
+        return None
 
     def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Header] | None:
         for src, header in self._inbox:
             if src in sources and header.tag == tag:
                 return src, header
         return None
+
+    def _oldest(self, sources: Sequence[int], tag: int) -> list[tuple[int, Header]]:
+        """The first message of each sender."""
+        oldest: dict[int, Header] = {}
+        with self._changed:
+            for src, header in self._inbox:
+                if src in sources and header.tag == tag:
+                    oldest.setdefault(src, header)
+        return list(oldest.items())
+
+    def _fits(self, header: Header, like: Tensor) -> bool:
+        return (header.numel, DTYPES[header.dtype]) == (like.numel(), like.dtype)
+
+    def _is_here(self, src: int, header: Header) -> bool:
+        """Whether to take an announced vector would not wait; its fetching begins, if it has not.
+
+        A small one is as good as here. That its sender was lost is not to be waited for, either.
+        """
+        fetch = self._fetch(src, header)
+        if fetch.x.nbytes <= _SMALL_BYTES:
+            return True
+        return fetch.outcome(0) is not None or self._is_hopeless(fetch, src)
 
     def _take(self, src: int, header: Header, like: Tensor | None) -> Tensor | None:
         """Fetch an announced vector; None when its sender died with it."""
@@ -227,31 +296,33 @@ class Mail:
         try:
             if like is not None:
                 check_fit(like, header.numel, DTYPES[header.dtype], src, header.tag)
-            x = torch.empty(header.numel, dtype=DTYPES[header.dtype])
-            if not self._fetch(x, src, _FIRST_TAG + header.number % _TAGS):
+            fetch = self._fetch(src, header)
+            self._await(fetch, src)
+            del self._fetches[src, header.number]
+            if not fetch.outcome(0):
                 return None
         finally:
             self._send_header(src, Header(Kind.TAKEN, number=header.number))
-        return x if like is None else x.to(like.device).view_as(like)
+        return fetch.x if like is None else fetch.x.to(like.device).view_as(like)
 
-    def _fetch(self, x: Tensor, src: int, tag: int) -> bool:
-        """Receive ``x``; False when ``src`` is lost. The wait cannot be ended, so it is left."""
-        arrived: list[bool] = []
+    def _fetch(self, src: int, header: Header) -> _Fetch:
+        """The fetching of an announced vector, from the first time that it is asked for."""
+        key = (src, header.number)
+        if key not in self._fetches:
+            x = torch.empty(header.numel, dtype=DTYPES[header.dtype])
+            self._fetches[key] = _Fetch(self._group, x, src, _FIRST_TAG + header.number % _TAGS)
+        return self._fetches[key]
 
-        def receive() -> None:
-            try:
-                self._group.recv([x], src, tag).wait()
-                arrived.append(True)
-            except RuntimeError:
-                arrived.append(False)
+    def _await(self, fetch: _Fetch, src: int) -> None:
+        """Wait for a vector, or until its sender is lost.
 
-        thread = threading.Thread(target=receive, name="paceline-fetch", daemon=True)
-        thread.start()
-        while not arrived:
-            thread.join(_TICK_S)
-            if not arrived and self.why_gone(src) is not None:
-                return False
-        return arrived[0]
+        One that has finished is still here: it stays until all have what they were sent.
+        """
+        while fetch.outcome(_TICK_S) is None and not self._is_hopeless(fetch, src):
+            pass
+
+    def _is_hopeless(self, fetch: _Fetch, src: int) -> bool:
+        return fetch.is_late() and self._peers.why_lost(src) is not None
 
     # Windows -------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class Meter:
 
     bytes_sent: int = 0
     wait_s: float = 0.0
+    charged_s: float = 0.0
+    """Computing that a virtual clock was told of."""
 
 
 class MeteredTransport(Transport):
@@ -31,22 +33,32 @@ class MeteredTransport(Transport):
     What chance or timing decides is in the trace, so that a run can be replayed from it: which
     message was taken, which version was read, which ticket was drawn, who was seen to be here.
     ``look`` is the number of the call that saw it, among those that may see nothing.
+
+    What ends in ``_s`` is how long it took: ``wait_s`` until it came, ``send_s`` to hand it over.
     """
 
     def __init__(self, inner: Transport, trace: Trace | None = None) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.meter = Meter()
         self._trace = trace
+        self._scale = 1.0
         self._looks = 0
+        self._waited_s = 0.0
         self._missing: tuple[int, ...] = ()
+        self._members: tuple[int, ...] | None = None
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
         """Write an event of this rank to the trace, at the present time."""
         if self._trace is not None:
-            self._trace.record(self.inner.now(), self.rank, event, peer, nbytes, **more)
+            weighed = self._weigh(nbytes)
+            self._trace.record(self.inner.now(), self.rank, event, peer, weighed, **more)
+
+    def _weigh(self, nbytes: int) -> int:
+        """What bytes count for: others than there are when the model stands for another."""
+        return nbytes if self._scale == 1 else round(nbytes * self._scale)
 
     def _sent(self, event: str, peer: int | None, nbytes: int, **more: Any) -> None:
-        self.meter.bytes_sent += nbytes
+        self.meter.bytes_sent += self._weigh(nbytes)
         self.note(event, peer, nbytes, **more)
 
     def _waiting(self, operation: Callable[[], Any]) -> Any:
@@ -54,7 +66,12 @@ class MeteredTransport(Transport):
         try:
             return operation()
         finally:
-            self.meter.wait_s += self.inner.now() - start_s
+            self._waited_s = self.inner.now() - start_s
+            self.meter.wait_s += self._waited_s
+
+    def _clock(self) -> float:
+        """The present time, if there is a trace to write it to."""
+        return 0.0 if self._trace is None else self.inner.now()
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -64,6 +81,9 @@ class MeteredTransport(Transport):
     def _saw(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Note who is missing, if it is not as when this rank asked last; at first, nobody is."""
         self._looks += 1
+        if members is self._members:
+            return members
+        self._members = members
         missing: tuple[int, ...] = ()
         if len(members) < self.size:
             here = set(members)
@@ -84,11 +104,13 @@ class MeteredTransport(Transport):
         return _MeteredWork(self, "send", self.inner.start_send(x, dst, tag))
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        return self._posted(x, dst, tag, self.inner.post(x, dst, tag))
+        start_s = self._clock()
+        left = self.inner.post(x, dst, tag)
+        return self._posted(x, dst, tag, left, start_s)
 
-    def _posted(self, x: Tensor, dst: int, tag: int, left: bool) -> bool:
+    def _posted(self, x: Tensor, dst: int, tag: int, left: bool, start_s: float) -> bool:
         if left:
-            self._sent("post", dst, x.nbytes, tag=tag)
+            self._sent("post", dst, x.nbytes, tag=tag, send_s=self._clock() - start_s)
         else:
             self.note("post_refused", dst, tag=tag)
         return left
@@ -100,12 +122,12 @@ class MeteredTransport(Transport):
             src, x = self._waiting(lambda: self.inner.take(like, sources, tag, op, watch))
         except PeerLost as lost:
             if watch:
-                self.note("gone", lost.rank)
+                self.note("gone", lost.rank, wait_s=self._waited_s)
             raise
         except PeersGone:
-            self.note("gone")
+            self.note("gone", wait_s=self._waited_s)
             raise
-        self.note("recv", src, x.nbytes, tag=tag)
+        self.note("recv", src, x.nbytes, tag=tag, wait_s=self._waited_s)
         return src, x
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
@@ -118,8 +140,9 @@ class MeteredTransport(Transport):
         return message
 
     def publish(self, x: Tensor) -> int:
+        start_s = self._clock()
         version = self.inner.publish(x)
-        self.note("publish", version=version)
+        self.note("publish", version=version, send_s=self._clock() - start_s)
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
@@ -130,9 +153,9 @@ class MeteredTransport(Transport):
     ) -> tuple[int, Tensor] | None:
         seen: tuple[int, Tensor] | None = self._waiting(peek)
         if seen is None:
-            self.note("peek", src, version=None)
+            self.note("peek", src, version=None, wait_s=self._waited_s)
         else:
-            self._sent("peek", src, seen[1].nbytes, version=seen[0])
+            self._sent("peek", src, seen[1].nbytes, version=seen[0], wait_s=self._waited_s)
         return seen
 
     # Collectives ---------------------------------------------------------------------------------
@@ -140,7 +163,7 @@ class MeteredTransport(Transport):
     def start_all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
     ) -> Work:
-        self._sent("all_reduce", None, x.nbytes if weight else 0, members=len(members))
+        self._reducing(x, weight, members)
         return _MeteredWork(
             self, "all_reduce", self.inner.start_all_reduce(x, weight, members, factor)
         )
@@ -148,14 +171,18 @@ class MeteredTransport(Transport):
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
     ) -> int:
-        self._sent("all_reduce", None, x.nbytes if weight else 0, members=len(members))
+        self._reducing(x, weight, members)
         total: int = self._waiting(lambda: self.inner.all_reduce(x, weight, members, factor))
-        self.note("all_reduce_end")
+        self.note("all_reduce_end", wait_s=self._waited_s)
         return total
 
+    def _reducing(self, x: Tensor, weight: int, members: tuple[int, ...]) -> None:
+        nbytes = x.nbytes if weight else 0
+        self._sent("all_reduce", None, nbytes, members=len(members), first=members[0])
+
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
-        self._sent("broadcast", src, x.nbytes, members=len(members))
         self._waiting(lambda: self.inner.broadcast(x, src, members))
+        self._sent("broadcast", src, x.nbytes, members=len(members), wait_s=self._waited_s)
 
     # Clock and data ------------------------------------------------------------------------------
 
@@ -170,7 +197,21 @@ class MeteredTransport(Transport):
         return self.inner.now()
 
     def compute(self, seconds: float) -> None:
+        self.meter.charged_s += seconds
         self.inner.compute(seconds)
+
+    def charge_gather(self, nbytes: int) -> None:
+        self.inner.charge_gather(nbytes)
+
+    def serves(self) -> None:
+        self.inner.serves()
+
+    def charge_update(self, nbytes: int) -> None:
+        self.inner.charge_update(nbytes)
+
+    def know_model(self, nbytes: int, tensors: int) -> float:
+        self._scale = self.inner.know_model(nbytes, tensors)
+        return self._scale
 
     def step_begins(self, step: int) -> None:
         self.inner.step_begins(step)
@@ -193,6 +234,7 @@ class _MeteredWork(Work):
         return self._inner.done()
 
     def wait(self) -> int:
-        total: int = self._transport._waiting(self._inner.wait)
-        self._transport.note(f"{self._op}_end")
+        transport = self._transport
+        total: int = transport._waiting(self._inner.wait)
+        transport.note(f"{self._op}_end", wait_s=transport._waited_s)
         return total

@@ -3,7 +3,7 @@
 A real run leaves to chance which message comes first, which version is read, which ticket is drawn
 and who is still seen. Its trace tells all of that, in each rank's own order. In a replay the next
 recorded event of a rank decides what chance decided then, and every event that the rank notes must
-be the recorded one.
+be the recorded one, but for the time that it took.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.comm.metered import MeteredTransport
 from paceline.errors import PacelineError, PeerLost, UsageError
-from paceline.trace import Trace, read
+from paceline.trace import Trace, is_duration, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,9 @@ class Replay:
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
         try:
             for record in read(trace):
-                del record["t"]
-                self._events[record.pop("rank")].append(record)
+                rank = record.pop("rank")
+                facts = {k: v for k, v in record.items() if k != "t" and not is_duration(k)}
+                self._events[rank].append(facts)
         except (ValueError, KeyError) as error:
             raise UsageError(f"{trace} is not the trace of a run: {error!r}") from None
         self._archive = Archive(event for events in self._events.values() for event in events)
@@ -71,8 +72,9 @@ class Script:
         return due if due is not None and facts.items() <= due.items() else None
 
     def go_on(self, event: Event) -> None:
-        """Leave an event behind, which must be the recorded one."""
-        if event != self.next:
+        """Leave an event behind, of which all must be true that was recorded."""
+        due = self.next
+        if due is None or not due.items() <= event.items():
             raise self.differs(_describe(event))
         self._done += 1
 
@@ -92,7 +94,11 @@ class Script:
 
 
 def _describe(event: Event) -> str:
-    facts = {name: value for name, value in event.items() if name != "event" and value is not None}
+    facts = {
+        name: value
+        for name, value in event.items()
+        if name != "event" and value is not None and not is_duration(name)
+    }
     return f"{event['event']} ({', '.join(f'{name} {value}' for name, value in facts.items())})"
 
 
@@ -148,10 +154,10 @@ class ReplayedTransport(MeteredTransport):
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")
-        left = bool(came_out["event"] == "post")
+        left, start_s = bool(came_out["event"] == "post"), self._clock()
         if left:
             self.inner.deliver(x, dst, tag)
-        return self._posted(x, dst, tag, left)
+        return self._posted(x, dst, tag, left, start_s)
 
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False

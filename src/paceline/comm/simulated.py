@@ -6,22 +6,24 @@ one rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs 
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.base import MAILBOX_CAPACITY, Factor, Limits, Transport, Work, check_fit
+from paceline.comm.ranks import ranks
 from paceline.errors import MessageMismatch, PeerLost, PeersGone
 from paceline.seeds import user_seed
-from paceline.sim.cluster import Cluster
+from paceline.sim.cluster import Cluster, Link
 from paceline.sim.compute import Costs
-from paceline.sim.faults import Fault
+from paceline.sim.faults import LINK_KINDS, Fault
 from paceline.sim.generators import Generators
+from paceline.sim.inbox import Inbox, Message
 from paceline.sim.kernel import Baton, Calendar, Killed
 from paceline.sim.network import Network
 from paceline.sim.one_core import on_one_core
@@ -31,28 +33,43 @@ Window = tuple[int, Tensor]
 
 
 class World:
-    """Everything that the ranks of one simulation share."""
+    """Everything that the ranks of one simulation share; ``homes`` says beside whom each lives."""
 
     def __init__(
-        self, cluster: Cluster, size: int, *, seed: int, limits: Limits, faults: Sequence[Fault]
+        self,
+        cluster: Cluster,
+        size: int,
+        *,
+        seed: int,
+        limits: Limits,
+        faults: Sequence[Fault],
+        homes: Sequence[int] | None = None,
     ) -> None:
         self.size, self.limits = size, limits
+        nodes = [cluster.node(rank) for rank in homes or range(size)]
         self.calendar = Calendar()
         self.baton = Baton(self.calendar, size, limits.progress_limit_s)
-        self.network = Network(cluster)
+        self.network = Network(cluster, faults, nodes)
+        self.handling = cluster.handling
+        self.shares_cores = cluster.cores > 0
+        if self.shares_cores:
+            self.baton.share_cores(nodes, cluster.cores)
         self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
         self.generators = Generators([user_seed(seed, rank) for rank in range(size)])
-        self.inboxes: list[list[Message]] = [[] for _ in range(size)]
+        self.inboxes = [Inbox() for _ in range(size)]
+        self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: list[Window | None] = [None] * size
         self.queues: dict[int, list[int]] = {}
-        self.collectives: dict[tuple[tuple[int, ...], int], Collective] = {}
+        self.groups: dict[tuple[int, ...], Group] = {}
         self.departed: dict[int, str] = {}
         self.vigils: dict[int, Vigil] = {}
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
-        self.joined_late = {f.rank: f.at_s or 0.0 for f in faults if f.kind == "join"}
-        self._faults = [fault for fault in faults if fault.kind != "join"]
+        self.joined_late = {rank_of(f): f.at_s or 0.0 for f in faults if f.kind == "join"}
+        self._faults = [f for f in faults if f.kind not in ("join", *LINK_KINDS)]
         self.has_step_faults = any(fault.at_step is not None for fault in faults)
         self._lost: set[int] = set()
+        self._alive: tuple[int, ...] = ()
+        self._alive_until_s = -math.inf
 
     def run(self, body: Callable[[SimulatedTransport], None]) -> None:
         """Run ``body`` on every rank to the end of the simulation."""
@@ -77,11 +94,12 @@ class World:
     def alive(self) -> tuple[int, ...]:
         """The ranks that have come, and have neither left nor died."""
         now_s, late = self.calendar.now_s, self.joined_late
-        return tuple(
-            rank
-            for rank in range(self.size)
-            if rank not in self.departed and late.get(rank, 0.0) <= now_s
-        )
+        if now_s >= self._alive_until_s:
+            here = (r for r in range(self.size) if r not in self.departed)
+            self._alive = ranks(tuple(r for r in here if late.get(r, 0.0) <= now_s))
+            joins = (join_s for join_s in late.values() if join_s > now_s)
+            self._alive_until_s = min(joins, default=math.inf)
+        return self._alive
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -96,18 +114,19 @@ class World:
 
     def inject(self, fault: Fault) -> None:
         """Let ``fault`` happen now."""
-        if fault.rank in self.departed:
+        rank = rank_of(fault)
+        if rank in self.departed:
             return
         if fault.kind == "kill":
-            self.baton.interrupt(fault.rank, Killed())
-            self._lose(fault.rank, "it died")
+            self.baton.interrupt(rank, Killed())
+            self._lose(rank, "it died")
         elif fault.kind == "freeze":
             self._freeze(fault)
         elif fault.kind == "slow":
             self._slow(fault)
 
     def _freeze(self, fault: Fault) -> None:
-        rank, since_s = fault.rank, self.calendar.now_s
+        rank, since_s = rank_of(fault), self.calendar.now_s
         self.baton.freeze(rank)
 
         def give_up() -> None:
@@ -121,7 +140,7 @@ class World:
 
     def _slow(self, fault: Fault) -> None:
         assert fault.factor is not None
-        costs, factor = self.costs[fault.rank], fault.factor
+        costs, factor = self.costs[rank_of(fault)], fault.factor
         costs.slowdown *= factor
         if fault.for_s is not None:
 
@@ -134,6 +153,13 @@ class World:
         self._lost.add(rank)
         self.depart(rank, reason)
 
+    def later(self, time_s: float, callback: Callable[[], None]) -> None:
+        """Have ``callback`` run at ``time_s``, which may be never."""
+        if time_s < math.inf:
+            self.calendar.call(time_s, callback)
+        else:
+            self.baton.stalled = True
+
     def end_wait(self, rank: int) -> None:
         """Wake ``rank``: what it waited for is there, and nobody's departure can undo that."""
         self.vigils.pop(rank, None)
@@ -144,25 +170,19 @@ class World:
         if rank in self.departed:
             return
         self.departed[rank] = reason
+        self._alive_until_s = -math.inf
         self.inboxes[rank].clear()
-        for inbox in self.inboxes:
-            inbox[:] = [message for message in inbox if message.posted or message.src != rank]
+        for dst in self.offered_to.pop(rank, ()):
+            self.inboxes[dst].withdraw(rank)
         for waiting, vigil in list(self.vigils.items()):
             if waiting != rank and (error := vigil()) is not None:
                 self.baton.interrupt(waiting, error)
 
 
-@dataclass
-class Message:
-    """A message on its way to, or in, a mailbox. A posted one carries its own copy."""
-
-    src: int
-    tag: int
-    x: Tensor
-    posted: bool
-    arrived_s: float
-    taken: bool = False
-    awaited: bool = False
+def rank_of(fault: Fault) -> int:
+    """Whom a fault happens to."""
+    assert fault.rank is not None, "only links have faults without a rank"
+    return fault.rank
 
 
 class Offer(Work):
@@ -181,6 +201,14 @@ class Offer(Work):
             self._message.awaited = True
             self._transport.wait(op, (self._dst,), lambda: self._transport.lost([self._dst], op))
         return 1
+
+
+class Group:
+    """Members that call collectives together, and those that they have not ended yet."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
+        self.open: dict[int, Collective] = {}
 
 
 class Collective:
@@ -205,11 +233,13 @@ class Collective:
         self._world = world
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._waiting: set[int] = set()
+        self._cut_off: list[int] = []
         self._left = len(members)
 
     def __iter__(self) -> Iterator[int]:
-        """Those who are still waited for: the members that are missing, else all of them."""
-        return iter([m for m in self.members if m not in self._inputs] or self.members)
+        """Those who are waited for: who is missing, else who is behind bad links, else all."""
+        missing = [m for m in self.members if m not in self._inputs]
+        return iter(missing or self._cut_off or self.members)
 
     def check(self, rank: int, op: str, x: Tensor) -> None:
         """Refuse a rank that calls something else."""
@@ -231,7 +261,7 @@ class Collective:
         if rank not in self._inputs:
             return None
         departed = self._world.departed
-        gone = [m for m in departed if m in self.members and m not in self._inputs]
+        gone = [m for m in departed if m not in self._inputs and m in self.members]
         if not gone:
             return None
         return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
@@ -261,9 +291,14 @@ class Collective:
             if self._factor is not None:
                 self.result *= self._factor(self.total)
         price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
-        seconds = price(self.members, nbytes).seconds if self._charged else 0.0
-        if seconds > 0:
-            world.calendar.call(world.calendar.now_s + seconds, self._complete)
+        if not self._charged:
+            self._complete()
+            return
+        now_s, seconds = world.calendar.now_s, price(self.members, nbytes).seconds
+        end_s = world.network.end_s(now_s, seconds, self.members)
+        if end_s > now_s:
+            self._cut_off = world.network.affected(now_s, self.members)
+            world.later(end_s, self._complete)
         else:
             self._complete()
 
@@ -281,8 +316,11 @@ def _describe(shape: tuple[str, int, torch.dtype]) -> str:
 class CollectiveWork(Work):
     """One member's part in a collective."""
 
-    def __init__(self, transport: SimulatedTransport, key: Any, part: Collective, x: Tensor):
-        self._transport, self._key, self._part, self._x = transport, key, part, x
+    def __init__(
+        self, transport: SimulatedTransport, group: Group, number: int, part: Collective, x: Tensor
+    ) -> None:
+        self._transport, self._part, self._x = transport, part, x
+        self._group, self._number = group, number
 
     def arrive(self, weight: int) -> None:
         """Commit this rank's part."""
@@ -304,7 +342,7 @@ class CollectiveWork(Work):
         if self._part.result is not None:
             self._x.copy_(self._part.result)
         if self._part.over:
-            del self._transport.world.collectives[self._key]
+            del self._group.open[self._number]
         return self._part.total
 
 
@@ -314,8 +352,8 @@ class SimulatedTransport(Transport):
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
         self._baton, self._calendar = world.baton, world.calendar
-        self._operations: dict[tuple[int, ...], int] = {}
-        self._charged = True
+        self._inbox = world.inboxes[rank]
+        self._charged = self._works = True
         self._owed_s = 0.0
 
     # Waiting -------------------------------------------------------------------------------------
@@ -348,10 +386,20 @@ class SimulatedTransport(Transport):
             return None
         return PeerLost(peers, op, departed[peers[0]], 0.0)
 
-    def _until(self, time_s: float, op: str, peers: Sequence[int]) -> None:
+    def _until(self, time_s: float, op: str, peer: int) -> None:
         if time_s > self._calendar.now_s:
-            self._baton.wake(self.rank, time_s)
-            self.wait(op, peers, lambda: None)
+            if time_s < math.inf:
+                self._baton.wake(self.rank, time_s)
+            else:
+                self._baton.stalled = True
+            self.wait(op, (peer,), lambda: None)
+
+    def _carry(self, src: int, nbytes: int, op: str) -> None:
+        """Wait while a message comes from ``src``, once the way is whole."""
+        network = self.world.network
+        self._until(network.whole_s(self._calendar.now_s, (src, self.rank)), op, src)
+        there_s = network.transfer(self._calendar.now_s, src, self.rank, nbytes)
+        self._until(there_s, op, src)
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -363,15 +411,17 @@ class SimulatedTransport(Transport):
         return tuple(rank for rank in range(self.size) if rank not in self.world.joined_late)
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
-        self.pass_time()
+        self._handle(self.world.handling.post, x)
         message = Message(self.rank, tag, x, False, self._calendar.now_s)
-        self._leave(message, dst)
+        if dst not in self.world.departed:
+            self.world.offered_to[self.rank].add(dst)
+            self.world.inboxes[dst].add(message)
+            self._ring(message, dst)
         return Offer(self, message, dst)
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         self.pass_time()
-        inbox = self.world.inboxes[dst]
-        held = sum(message.posted and message.src == self.rank for message in inbox)
+        held = self.world.inboxes[dst].posted_by(self.rank)
         if held >= MAILBOX_CAPACITY or dst in self.world.departed:
             return False
         self.deliver(x, dst, tag)
@@ -379,17 +429,24 @@ class SimulatedTransport(Transport):
 
     def deliver(self, x: Tensor, dst: int, tag: int) -> None:
         """Post ``x``, whether the mailbox of ``dst`` has room or not."""
-        self.pass_time()
-        now_s = self._calendar.now_s
-        there_s = self.world.network.transfer(now_s, self.rank, dst, x.nbytes)
-        self._leave(Message(self.rank, tag, x.clone(), True, there_s), dst)
+        self._handle(self.world.handling.post, x)
+        if dst not in self.world.departed:
+            message = Message(self.rank, tag, x.clone(), True, math.inf)
+            self.world.inboxes[dst].add(message)
+            self._set_out(message, dst)
 
-    def _leave(self, message: Message, dst: int) -> None:
-        if dst in self.world.departed:
+    def _set_out(self, message: Message, dst: int) -> None:
+        """Put a posted message on the way, once that is whole."""
+        network, now_s = self.world.network, self._calendar.now_s
+        whole_s = network.whole_s(now_s, (self.rank, dst))
+        if whole_s > now_s:
+            self.world.later(whole_s, lambda: self._set_out(message, dst))
             return
-        self.world.inboxes[dst].append(message)
-        if message.arrived_s > self._calendar.now_s:
-            self._calendar.call(message.arrived_s, lambda: self._ring(message, dst))
+        there_s = network.transfer(now_s, self.rank, dst, message.x.nbytes)
+        message.arrived_s = there_s
+        self.world.inboxes[dst].arrives(message)
+        if there_s > now_s:
+            self.world.later(there_s, lambda: self._ring(message, dst))
         else:
             self._ring(message, dst)
 
@@ -403,7 +460,7 @@ class SimulatedTransport(Transport):
     ) -> tuple[int, Tensor]:
         self.pass_time()
         no_more = partial(self._loss if watch else self._no_more, sources, tag, op)
-        while (message := self._find(sources, tag)) is None:
+        while (message := self._inbox.find(sources, tag, self._calendar.now_s)) is None:
             self.world.receivers[self.rank] = (sources, tag)
             try:
                 self.wait(op, sources, no_more, op == "recv_any")
@@ -413,56 +470,41 @@ class SimulatedTransport(Transport):
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
         self.pass_time()
-        message = self._find(sources, tag)
+        message = self._inbox.find(sources, tag, self._calendar.now_s)
         return None if message is None else self._receive(message, like, "poll")
 
-    def _find(self, sources: Sequence[int], tag: int) -> Message | None:
-        """The message that arrived first; one that overtook another of its sender waits for it."""
-        heads: dict[int, Message] = {}
-        for message in self.world.inboxes[self.rank]:
-            if message.tag == tag and message.src in sources:
-                heads.setdefault(message.src, message)
-        now_s = self._calendar.now_s
-        arrived = [message for message in heads.values() if message.arrived_s <= now_s]
-        return min(arrived, key=lambda message: message.arrived_s, default=None)
-
     def _receive(self, message: Message, like: Tensor, op: str) -> tuple[int, Tensor]:
-        self.world.inboxes[self.rank].remove(message)
+        self._inbox.remove(message)
         x, src = message.x, message.src
         try:
             check_fit(like, x.numel(), x.dtype, src, message.tag)
             if not message.posted:
-                now_s = self._calendar.now_s
-                there_s = self.world.network.transfer(now_s, src, self.rank, x.nbytes)
                 x = x.clone()
-                self._until(there_s, op, (src,))
+                self._carry(src, x.nbytes, op)
         finally:
             message.taken = True
             if message.awaited:
                 self.world.end_wait(src)
+        self._charge(self.world.handling.take, x.nbytes)
         return src, x.view_as(like)
 
     def _no_more(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
         """Why to give up on a message: all who could send it are gone, and none is on its way."""
-        inbox = self.world.inboxes[self.rank]
-        if any(message.tag == tag and message.src in sources for message in inbox):
+        if any(src in sources for src in self._inbox.senders(tag)):
             return None
         lost = self.lost(sources, op)
         return PeersGone() if lost and op == "recv_any" else lost
 
     def _loss(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
         """The first of ``sources`` that is gone and has left no message."""
-        inbox, departed = self.world.inboxes[self.rank], self.world.departed
-        left = {message.src for message in inbox if message.tag == tag}
-        for source in sources:
-            if source in departed and source not in left:
-                return PeerLost([source], op, departed[source], 0.0)
-        return None
+        departed, left = self.world.departed, self._inbox.senders(tag)
+        gone = [rank for rank in departed if rank in sources and rank not in left]
+        return PeerLost([min(gone)], op, departed[min(gone)], 0.0) if gone else None
 
     # Windows -------------------------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> int:
-        self.pass_time()
+        self._handle(self.world.handling.publish, x)
         previous = self.world.windows[self.rank]
         version = 1 if previous is None else previous[0] + 1
         self.world.windows[self.rank] = (version, x.clone())
@@ -473,7 +515,45 @@ class SimulatedTransport(Transport):
             self.pass_time()
             window = self._window(src)
             return None if window is None else (window[0], window[1].clone())
-        return self.read(src, like, lambda: self._window(src))
+        latency_s = self.world.network.link(self.rank, src).latency_s
+        if latency_s == 0 or self.world.network.has_outages:
+            return self.read(src, like, lambda: self._window(src))
+        window = self._fetch(src, latency_s)
+        if window is None:
+            return None
+        version, x = window
+        if like is not None:
+            check_fit(like, x.numel(), x.dtype, src, 0)
+        self._charge(self.world.handling.peek, x.nbytes)
+        return version, x.clone()
+
+    def _fetch(self, src: int, latency_s: float) -> Window | None:
+        """In one wait: the time owed passes, the request goes there, the window comes back."""
+        network, seen = self.world.network, list[Window | None]()
+
+        def ask() -> None:
+            turn = self._baton.ranks[self.rank].turn
+            there_s = network.request(self._calendar.now_s, self.rank, src)
+            self._calendar.call(there_s, partial(look, turn))
+
+        def look(turn: int) -> None:
+            if self._baton.ranks[self.rank].turn != turn:
+                return  # who asked was lost meanwhile
+            now_s, window = self._calendar.now_s, self._window(src)
+            seen.append(window)
+            there_s = now_s + latency_s
+            if window is not None:
+                there_s = network.transfer(now_s, src, self.rank, window[1].nbytes)
+            self._calendar.wake(there_s, self.rank, turn)
+
+        self._baton.check(self.rank)
+        owed_s, self._owed_s = self._owed_s, 0.0
+        if owed_s > 0:
+            self._baton.compute_then(self.rank, owed_s, ask)
+        else:
+            ask()
+        self.wait(f"peek at rank {src}", (src,), lambda: None, after_s=owed_s)
+        return seen[0]
 
     def _window(self, src: int) -> Window | None:
         return self.world.windows[src] if src not in self.world.departed else None
@@ -485,16 +565,17 @@ class SimulatedTransport(Transport):
         self.pass_time()
         network, op = self.world.network, f"peek at rank {src}"
         latency_s = network.link(self.rank, src).latency_s
-        self._until(self._calendar.now_s + latency_s, op, (src,))
+        self._until(network.whole_s(self._calendar.now_s, (src, self.rank)), op, src)
+        self._until(network.request(self._calendar.now_s, self.rank, src), op, src)
         window = look()
         if window is None:
-            self._until(self._calendar.now_s + latency_s, op, (src,))
+            self._until(self._calendar.now_s + latency_s, op, src)
             return None
         version, x = window
         if like is not None:
             check_fit(like, x.numel(), x.dtype, src, 0)
-        there_s = network.transfer(self._calendar.now_s, src, self.rank, x.nbytes)
-        self._until(there_s, op, (src,))
+        self._carry(src, x.nbytes, op)
+        self._charge(self.world.handling.peek, x.nbytes)
         return version, x.clone()
 
     # Collectives ---------------------------------------------------------------------------------
@@ -502,12 +583,14 @@ class SimulatedTransport(Transport):
     def start_all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
     ) -> Work:
+        self._handle(self.world.handling.reduce, x)
         return self._start("all_reduce", x, weight, members, factor)
 
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
     ) -> int:
         """In one wait: the time owed passes, then this rank arrives."""
+        self._charge(self.world.handling.reduce, x.nbytes)
         owed_s, self._owed_s = self._owed_s, 0.0
         if owed_s == 0:
             return self._start("all_reduce", x, weight, members, factor).wait()
@@ -517,6 +600,7 @@ class SimulatedTransport(Transport):
         return work.wait(after_s=owed_s)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        self._handle(self.world.handling.reduce, x)
         self._start("broadcast", x, int(src == self.rank), members).wait()
 
     def _start(
@@ -536,16 +620,18 @@ class SimulatedTransport(Transport):
         self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None
     ) -> CollectiveWork:
         """This rank's part in the group's next collective, in which it has not arrived yet."""
-        number = self._operations.get(members, 0)
-        self._operations[members] = number + 1
-        key = (members, number)
-        part = self.world.collectives.get(key)
+        group = self.world.groups.get(members)
+        if group is None:
+            group = self.world.groups[members] = Group()
+        number = group.calls[self.rank]
+        group.calls[self.rank] += 1
+        part = group.open.get(number)
         if part is None:
-            part = self.world.collectives[key] = Collective(
+            part = group.open[number] = Collective(
                 self.world, op, members, x, factor, self._charged, self.rank
             )
         part.check(self.rank, op, x)
-        return CollectiveWork(self, key, part, x)
+        return CollectiveWork(self, group, number, part, x)
 
     # Clock and data ------------------------------------------------------------------------------
 
@@ -564,6 +650,30 @@ class SimulatedTransport(Transport):
 
     def compute(self, seconds: float) -> None:
         self._owed_s += seconds
+        if self.world.shares_cores:  # how long it takes is known only when it is over
+            self.pass_time()
+
+    def _charge(self, work: Link, nbytes: int) -> None:
+        """Charge what this rank's own core does with a vector."""
+        if self._charged and self._works:
+            self.compute(self.world.network.work_s(work, nbytes))
+
+    def _handle(self, work: Link, x: Tensor) -> None:
+        """Charge it, and let it pass with all that was computed before."""
+        self._charge(work, x.nbytes)
+        self.pass_time()
+
+    def charge_gather(self, nbytes: int) -> None:
+        self._charge(self.world.handling.gather, nbytes)
+
+    def serves(self) -> None:
+        self._works = False
+
+    def charge_update(self, nbytes: int) -> None:
+        self.compute(self.world.network.update_s(nbytes))
+
+    def know_model(self, nbytes: int, tensors: int) -> float:
+        return self.world.network.know_model(nbytes, tensors)
 
     def pass_time(self) -> None:
         """Let the time pass that was computed, before the rank does what others can tell."""

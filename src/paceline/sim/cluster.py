@@ -4,6 +4,7 @@
 
     about = "four desks and an old switch"
     ranks_per_node = 1
+    cores = 2                 # of a node, which its ranks share; 0: one for each
 
     [network]                 # a node's card, and the way between two nodes
     latency_s = 5e-5
@@ -22,6 +23,17 @@
     sample_s = 1e-5
     prefetch = 2
 
+    [collectives]
+    algorithm = "two-level"
+    calls = 1                 # fused; 0: one call for each of the model's tensors
+
+    [serving]
+    bytes_per_s = 2e9         # how fast a server applies updates
+
+    [handling.post]           # what a rank's own core does to pack and leave a message
+    latency_s = 2e-5
+    bytes_per_s = 2e9
+
     [[faults]]
     kind = "kill"
     rank = 3
@@ -33,15 +45,18 @@ from __future__ import annotations
 import math
 import os
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
-from paceline.options import above, at_least, build
+from paceline.options import above, at_least, build, one_of
 from paceline.sim.faults import Fault
+from paceline.sim.models import StandsFor
 
 MAX_FILE_BYTES = 1 << 20
+ALGORITHMS = ("auto", "ring", "tree", "two-level")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,24 +125,100 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """How all-reduces and broadcasts are made.
+
+    Args:
+        algorithm: ``ring``, ``tree``, ``two-level`` (inside each node, among the first ranks of the
+            nodes, inside again), or ``auto``, the cheapest of them.
+        calls: how many blocking calls one of the whole model is cut into, each with its latency: 1
+            is fused, 0 is one for each of the model's tensors. A part of the model is cut into its
+            share of them.
+    """
+
+    algorithm: Literal["auto", "ring", "tree", "two-level"] = "auto"
+    calls: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("algorithm", self.algorithm, ALGORITHMS)
+        at_least("calls", self.calls, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How many bytes of updates a server applies in a second."""
+
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        above("bytes_per_s", self.bytes_per_s, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handling:
+    """What a rank's own core does for communication; ranks of a node share its cores for it.
+
+    Args:
+        post: to pack a message and leave it.
+        take: to take one in.
+        publish: to pack a vector and publish it.
+        peek: to read what another published, and average with it.
+        reduce: a rank's part of the work of a collective.
+        gather: to gather gradients into one vector, where the method uses that.
+    """
+
+    post: Link = field(default_factory=Link)
+    take: Link = field(default_factory=Link)
+    publish: Link = field(default_factory=Link)
+    peek: Link = field(default_factory=Link)
+    reduce: Link = field(default_factory=Link)
+    gather: Link = field(default_factory=Link)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines and links. ``ranks_per_node`` 0 puts every rank on one node."""
+    """Machines and links.
+
+    Args:
+        name: for people; so is ``about``.
+        ranks_per_node: 0 puts every rank on one node.
+        cores: of each node; its ranks share them while they compute. 0: one for each rank.
+        network: a node's card, and the way between two nodes.
+        inside: between the ranks of one node.
+        stands_for: a model whose bytes and times runs have, instead of those of their own.
+        faults: what goes wrong.
+    """
 
     name: str = "unnamed"
     about: str = ""
     ranks_per_node: int = 1
+    cores: int = 0
     network: Link = field(default_factory=Link)
     inside: Link = field(default_factory=Link)
     compute: Compute = field(default_factory=Compute)
     loading: Loading = field(default_factory=Loading)
+    collectives: Collectives = field(default_factory=Collectives)
+    serving: Serving = field(default_factory=Serving)
+    handling: Handling = field(default_factory=Handling)
+    stands_for: StandsFor | None = None
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         at_least("ranks_per_node", self.ranks_per_node, 0)
+        at_least("cores", self.cores, 0)
 
     def node(self, rank: int) -> int:
         """The node that ``rank`` lives on."""
         return rank // self.ranks_per_node if self.ranks_per_node else 0
+
+    def check_faults(self, faults: Iterable[Fault], size: int) -> None:
+        """Refuse faults of ranks and nodes that are not there when there are ``size`` ranks."""
+        limits = {"rank": size, "peer": size, "node": self.node(size - 1) + 1}
+        for fault in faults:
+            for name, limit in limits.items():
+                value = getattr(fault, name)
+                if value is not None and value >= limit:
+                    raise UsageError(f"{fault.kind}: {name} ({value}) must be below {limit}")
 
 
 _MEMORY = Link(latency_s=2e-6, bytes_per_s=4e9)
@@ -204,12 +295,25 @@ def load_cluster(spec: str | os.PathLike[str] | Cluster) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster file; complaints name the file and the key."""
+    return build(Cluster, {"name": path.stem, **_read_toml(path)}, str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Script:
+    faults: tuple[Fault, ...] = ()
+
+
+def read_faults(path: Path) -> tuple[Fault, ...]:
+    """Read a file with ``[[faults]]`` and nothing else."""
+    return build(_Script, _read_toml(path), str(path)).faults
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"{path}: a cluster file must be at most {MAX_FILE_BYTES} bytes")
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not a TOML file: {error}") from None
-    return build(Cluster, {"name": path.stem, **values}, str(path))

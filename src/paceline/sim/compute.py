@@ -20,7 +20,10 @@ class Costs:
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
         compute, self._loading = cluster.compute, cluster.loading
         factor = compute.factors[rank % len(compute.factors)] * compute.slow.get(rank, 1.0)
-        self._step_s, self._sample_s = compute.step_s * factor, compute.sample_s * factor
+        step_s, sample_s = compute.step_s, compute.sample_s
+        if cluster.stands_for is not None:
+            step_s, sample_s = 0.0, cluster.stands_for.sample_s
+        self._step_s, self._sample_s = step_s * factor, sample_s * factor
         self._random = stream(seed, "compute", rank)
         self._varies = _variation(compute, self._random)
         self._asked_s: deque[float] = deque(maxlen=self._loading.prefetch or None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.errors import CommTimeout, Deadlock, PacelineError
+from paceline.sim.cores import Cores
 
 
 class Killed(BaseException):
@@ -75,6 +76,7 @@ class RankState:
     turn: int = 0
     wait: Wait | None = None
     computing_until_s: float | None = None
+    left_s: float | None = None
     then: Callable[[], None] | None = None
     interrupt: BaseException | None = None
     frozen_since_s: float | None = None
@@ -83,19 +85,31 @@ class RankState:
 
 
 class Baton:
-    """One thread a rank, exactly one of them running."""
+    """One thread a rank, exactly one of them running.
+
+    Attributes:
+        failure: what ended the run early.
+        stalled: whether something never arrives: a wait then ends at its limit, not as a deadlock.
+    """
 
     def __init__(self, calendar: Calendar, size: int, progress_limit_s: float) -> None:
         self.calendar = calendar
         self.ranks = [RankState() for _ in range(size)]
         self.failure: BaseException | None = None
+        self.stalled = False
         self._left = size
         self._limit_s = progress_limit_s
         self._alarm_s: float | None = None
+        self._cores: list[Cores] | None = None
         self._locks = [_locked() for _ in range(size)]
         self._over = _locked()
 
     # For the thread that starts the run ----------------------------------------------------------
+
+    def share_cores(self, nodes: Sequence[int], count: int) -> None:
+        """Let the ranks of a node share so many cores; ``nodes`` says where each rank lives."""
+        each = {node: Cores(self.calendar, count, self.wake) for node in set(nodes)}
+        self._cores = [each[node] for node in nodes]
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
         """Run ``body(rank)`` for every rank, to the end; raise what ended the run early."""
@@ -119,8 +133,7 @@ class Baton:
     def sleep(self, rank: int, seconds: float) -> None:
         """Let virtual time pass for ``rank``."""
         state = self.ranks[rank]
-        state.computing_until_s = self.calendar.now_s + seconds
-        self.calendar.wake(state.computing_until_s, rank, state.turn)
+        self._compute(rank, state, seconds)
         self._block(rank, state)
         state.computing_until_s = None
 
@@ -131,8 +144,7 @@ class Baton:
         """
         state = self.ranks[rank]
         state.then = act
-        state.computing_until_s = self.calendar.now_s + seconds
-        self.calendar.wake(state.computing_until_s, rank, state.turn)
+        self._compute(rank, state, seconds)
 
     def wait(
         self, rank: int, op: str, peers: Iterable[int], patient: bool = False, after_s: float = 0.0
@@ -175,6 +187,8 @@ class Baton:
             return
         state.interrupt = error
         state.then = None
+        if self._cores is not None and state.computing_until_s is not None:
+            self._cores[rank].leave(rank)
         if isinstance(error, Killed):
             state.frozen_since_s = None
         if state.frozen_since_s is not None:
@@ -189,21 +203,26 @@ class Baton:
         if state.ended or state.frozen_since_s is not None:
             return
         state.frozen_since_s = self.calendar.now_s
-        if state.computing_until_s is not None:
+        if state.computing_until_s is None:
+            return
+        if self._cores is None:
+            state.left_s = state.computing_until_s - self.calendar.now_s
             state.turn += 1
+        else:
+            state.left_s = self._cores[rank].leave(rank)
 
     def thaw(self, rank: int) -> None:
         """Let ``rank`` go on where it stopped; what was left to compute still is."""
-        state, now_s = self.ranks[rank], self.calendar.now_s
+        state = self.ranks[rank]
         if state.ended or state.frozen_since_s is None:
             return
-        frozen_s, state.frozen_since_s = now_s - state.frozen_since_s, None
-        if state.computing_until_s is not None:
-            state.computing_until_s += frozen_s
-            self.calendar.wake(state.computing_until_s, rank, state.turn)
+        state.frozen_since_s = None
+        if state.left_s is not None:
+            left_s, state.left_s = state.left_s, None
+            self._compute(rank, state, left_s)
         elif state.held_wake:
             state.held_wake = False
-            self.calendar.wake(now_s, rank, state.turn)
+            self.wake(rank)
 
     def stay_frozen(self, rank: int) -> None:
         """Stop here, if ``rank`` (which runs now) has just been frozen."""
@@ -234,6 +253,14 @@ class Baton:
         self._left -= 1
         self._hand_on()
 
+    def _compute(self, rank: int, state: RankState, seconds: float) -> None:
+        """Have ``rank`` woken when it has computed for so long; on shared cores, maybe later."""
+        state.computing_until_s = self.calendar.now_s + seconds
+        if self._cores is None:
+            self.calendar.wake(state.computing_until_s, rank, state.turn)
+        else:
+            self._cores[rank].begin(rank, seconds)
+
     def _block(self, rank: int, state: RankState) -> None:
         self.check(rank)
         due = self._next()
@@ -254,9 +281,9 @@ class Baton:
         """Run events until a rank is due, and return it; None when every rank has ended."""
         while self._left:
             next_s = self.calendar.next_time_s()
-            if next_s is None:
+            if next_s is None and not (self.stalled and self._alarm_s is not None):
                 self.abort(self._deadlock())
-            elif self._alarm_s is not None and next_s > self._alarm_s:
+            elif self._alarm_s is not None and (next_s is None or next_s > self._alarm_s):
                 self._raise_timeouts()
             else:
                 rank, turn, callback = self.calendar.pop()

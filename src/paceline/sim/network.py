@@ -3,16 +3,23 @@
 A message from one node to another occupies the sender's card and the receiver's card, one message
 at a time on each, so that many senders queue at one receiver: that is what chokes a parameter
 server. Ranks of one node share its card; among themselves they use the node's memory.
-A collective is not sent message by message: it takes what its algorithm takes once all are there.
+A collective is not sent message by message: it takes what its algorithm takes once all are there,
+in one call or in one for each of the tensors of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.sim.cluster import Cluster, Link
+from paceline.sim.faults import Fault
+from paceline.sim.outages import Outages
+
+Way = Callable[[Sequence[int], float, int], float]
+"""An algorithm: the seconds of members, bytes and passes (2 for an all-reduce, 1 one way)."""
 
 
 class Cost(NamedTuple):
@@ -25,53 +32,138 @@ class Cost(NamedTuple):
 class Network:
     """The links of one cluster, and until when each card is busy."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(
+        self, cluster: Cluster, faults: Sequence[Fault] = (), nodes: Sequence[int] | None = None
+    ) -> None:
         self._cluster = cluster
+        self._node = cluster.node if nodes is None else nodes.__getitem__
+        outages = Outages(faults, self._node)
+        self._outages = outages if outages else None
         self._sending_until_s: dict[int, float] = {}
         self._receiving_until_s: dict[int, float] = {}
+        self._model_bytes = self._tensors = 0
+        self._scale = 1.0
         self.wire_bytes = 0.0
+
+    def know_model(self, nbytes: int, tensors: int) -> float:
+        """Hear how large the model is; the factor that its bytes count with from now on."""
+        stands_for = self._cluster.stands_for
+        self._model_bytes, self._tensors = nbytes, tensors
+        if stands_for is not None:
+            self._tensors, self._scale = stands_for.tensors, stands_for.bytes / nbytes
+        return self._scale
 
     def link(self, src: int, dst: int) -> Link:
         """The way from one rank to another."""
-        same_node = self._cluster.node(src) == self._cluster.node(dst)
+        same_node = self._node(src) == self._node(dst)
         return self._cluster.inside if same_node else self._cluster.network
 
     def transfer(self, now_s: float, src: int, dst: int, nbytes: int) -> float:
         """Put a message on the way; return when the last byte is there."""
-        self.wire_bytes += nbytes
+        self.wire_bytes += nbytes * self._scale
         link = self.link(src, dst)
-        duration_s = nbytes / link.bytes_per_s
+        duration_s = nbytes * self._scale / link.bytes_per_s
         if link is self._cluster.inside:
-            return now_s + link.latency_s + duration_s
-        sender, receiver = self._cluster.node(src), self._cluster.node(dst)
+            return self._passage(now_s + link.latency_s, duration_s, (src, dst))[0]
+        sender, receiver = self._node(src), self._node(dst)
         start_s = max(now_s, self._sending_until_s.get(sender, 0.0))
-        self._sending_until_s[sender] = start_s + duration_s
         first_byte_s = max(start_s + link.latency_s, self._receiving_until_s.get(receiver, 0.0))
-        self._receiving_until_s[receiver] = first_byte_s + duration_s
-        return first_byte_s + duration_s
+        last_byte_s, moving_s = self._passage(first_byte_s, duration_s, (src, dst))
+        self._sending_until_s[sender] = start_s + moving_s
+        self._receiving_until_s[receiver] = first_byte_s + moving_s
+        return last_byte_s
+
+    def request(self, now_s: float, src: int, dst: int) -> float:
+        """When a word of a few bytes is there: it waits its turn behind the messages before it."""
+        link = self.link(src, dst)
+        if link is self._cluster.inside:
+            return now_s + link.latency_s
+        start_s = max(now_s, self._sending_until_s.get(self._node(src), 0.0))
+        return max(start_s + link.latency_s, self._receiving_until_s.get(self._node(dst), 0.0))
+
+    @property
+    def has_outages(self) -> bool:
+        """Whether links are cut or degraded in this run."""
+        return self._outages is not None
+
+    def whole_s(self, now_s: float, members: Sequence[int]) -> float:
+        """From when on no way between ``members`` is cut."""
+        return now_s if self._outages is None else self._outages.whole_s(now_s, members)
+
+    def affected(self, now_s: float, members: Sequence[int]) -> list[int]:
+        """Those of ``members`` whose ways are cut or degraded now."""
+        return self._outages.affected(now_s, members) if self._outages is not None else []
+
+    def end_s(self, now_s: float, seconds: float, members: Sequence[int]) -> float:
+        """When a collective ends that begins now and takes ``seconds`` on whole links."""
+        return self._passage(now_s, seconds, members)[0]
+
+    def _passage(
+        self, start_s: float, seconds: float, members: Sequence[int]
+    ) -> tuple[float, float]:
+        if self._outages is None:
+            return start_s + seconds, seconds
+        return self._outages.passage(start_s, seconds, members)
+
+    def work_s(self, work: Link, nbytes: int) -> float:
+        """How long a rank's own core is busy with a vector."""
+        return work.seconds(nbytes * self._scale)
+
+    def update_s(self, nbytes: int) -> float:
+        """How long a server is busy with an update."""
+        return nbytes * self._scale / self._cluster.serving.bytes_per_s
 
     def all_reduce(self, members: Sequence[int], nbytes: int) -> Cost:
-        """The cheaper of a ring (large vectors) and a binary tree (small ones)."""
-        cost = min(self._ring(members, nbytes), self._tree(members, nbytes, ways=2))
-        self.wire_bytes += cost.wire_bytes * len(members)
-        return cost
+        """What the cluster's algorithm takes, in as many calls as it makes."""
+        ways = {"ring": self._ring, "tree": self._tree, "two-level": self._two_level}
+        return self._in_calls(members, nbytes, 2, ways)
 
     def broadcast(self, members: Sequence[int], nbytes: int) -> Cost:
-        """A binary tree, one way."""
-        cost = self._tree(members, nbytes, ways=1)
-        self.wire_bytes += cost.wire_bytes * len(members)
-        return cost
+        """The same one way; a ring has none, and broadcasts by a tree."""
+        ways = {"ring": self._tree, "tree": self._tree, "two-level": self._two_level}
+        return self._in_calls(members, nbytes, 1, ways)
 
-    def _ring(self, members: Sequence[int], nbytes: int) -> Cost:
+    def _in_calls(
+        self, members: Sequence[int], nbytes: int, passes: int, ways: Mapping[str, Way]
+    ) -> Cost:
+        chosen, calls = self._cluster.collectives.algorithm, self._calls(nbytes)
+        allowed = ways.values() if chosen == "auto" else [ways[chosen]]
+        size, load = len(members), nbytes * self._scale
+        seconds = calls * min(way(members, load / calls, passes) for way in allowed)
+        wire_bytes = passes * load * (size - 1) / size
+        self.wire_bytes += wire_bytes * size
+        return Cost(seconds, wire_bytes)
+
+    def _calls(self, nbytes: int) -> int:
+        """How many calls: the share of the whole model's that these bytes are of its bytes."""
+        calls = self._cluster.collectives.calls or self._tensors
+        if self._model_bytes:
+            calls = round(calls * nbytes / self._model_bytes)
+        return max(1, calls)
+
+    def _ring(self, members: Sequence[int], nbytes: float, passes: int) -> float:
         size = len(members)
-        hops = 2 * (size - 1)
         links = {self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)}
-        slowest_s = max(link.seconds(nbytes / size) for link in links)
-        return Cost(hops * slowest_s, hops * nbytes / size)
+        return passes * (size - 1) * max(link.seconds(nbytes / size) for link in links)
 
-    def _tree(self, members: Sequence[int], nbytes: int, ways: int) -> Cost:
-        size = len(members)
-        nodes = {self._cluster.node(member) for member in members}
+    def _tree(self, members: Sequence[int], nbytes: float, passes: int) -> float:
+        nodes = {self._node(member) for member in members}
         link = self._cluster.network if len(nodes) > 1 else self._cluster.inside
-        hops = ways * math.ceil(math.log2(size))
-        return Cost(hops * link.seconds(nbytes), ways * nbytes * (size - 1) / size)
+        return passes * _depth(len(members)) * link.seconds(nbytes)
+
+    def _two_level(self, members: Sequence[int], nbytes: float, passes: int) -> float:
+        """A tree inside each node, and what is cheaper among the first ranks of the nodes."""
+        first: dict[int, int] = {}
+        counts = Counter(self._node(member) for member in members)
+        for member in members:
+            first.setdefault(self._node(member), member)
+        leaders = list(first.values())
+        inside_s = passes * _depth(max(counts.values())) * self._cluster.inside.seconds(nbytes)
+        among_s = self._tree(leaders, nbytes, passes)
+        if passes == 2:
+            among_s = min(among_s, self._ring(leaders, nbytes, passes))
+        return inside_s + among_s
+
+
+def _depth(size: int) -> int:
+    return math.ceil(math.log2(size))

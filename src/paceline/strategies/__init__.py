@@ -65,6 +65,20 @@ def strategy_name(strategy: Strategy) -> str:
     return next((name for name, point in _foreign().items() if _names(point, cls)), cls.__name__)
 
 
+def strategy_spec(strategy: Strategy) -> str:
+    """The name of a strategy, and the options that are not as they are by default.
+
+    >>> strategy_spec(make_strategy("sasgd")), strategy_spec(make_strategy("sasgd(interval=8)"))
+    ('sasgd', 'sasgd(interval=8)')
+    """
+    options = [
+        f"{field.name}={value}"
+        for field in dataclasses.fields(strategy)
+        if field.init and (value := getattr(strategy, field.name)) != _default(field)
+    ]
+    return strategy_name(strategy) + (f"({', '.join(options)})" if options else "")
+
+
 def _foreign() -> dict[str, EntryPoint]:
     """The methods of other packages by name; of two with one name, that which is found first."""
     found: dict[str, EntryPoint] = {}

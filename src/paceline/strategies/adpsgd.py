@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.options import at_least
 from paceline.parcel import Parcel
-from paceline.strategies.decentralised import Decentralised
+from paceline.strategies.decentralised import Decentralised, candidates, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,8 @@ class ADPSGD(Decentralised):
     A worker offers its model to a random peer and goes on. The peer, at its next step, moves half
     of the way to the offer and sends back the same move the other way, which the worker makes when
     it arrives. Both moves are one exchange, made whole or not at all: their sum does not change.
-    When neither has moved in between, both are at their mean; steps made meanwhile are kept.
+    When neither has moved in between, both are at their mean; steps made meanwhile are kept. One
+    offer is open at a time: on a slow link, several from one model would move it too far.
 
     ======  ===========================================================
     symbol  here
@@ -41,7 +42,7 @@ class ADPSGD(Decentralised):
     where :math:`x_i'` is the model as the gradient was taken, before the exchange.
 
     Args:
-        interval: steps between offers.
+        interval: steps between offers; while one is open, none is made.
         topology: who may be picked: ``complete``, ``ring`` or ``exponential``.
 
     Example:
@@ -119,8 +120,11 @@ class ADPSGD(Decentralised):
                 x.sub_(move)
 
     def _offer(self, x: Tensor) -> None:
-        """Offer this model to a peer that has no open offer from here."""
-        peers = self.candidates(self.live_workers(), self.comm.rank)
-        peer = self.draw([peer for peer in peers if peer not in self.open], self.comm.rank)
+        """Offer this model to a peer, unless another has still to answer."""
+        rank, live = self.comm.rank, self.live_workers()
+        self.open = [peer for peer in self.open if peer in live]
+        if self.open:
+            return
+        peer = draw(candidates(self.topology, live, rank), self.seed, rank, self.steps)
         if peer is not None and self.comm.post(self.wrap(x), peer, OFFER):
             self.open.append(peer)

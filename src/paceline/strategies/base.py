@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from paceline.errors import PeerLost, UsageError
@@ -33,12 +34,14 @@ class Staleness:
     count: int = 0
     total: int = 0
     maximum: int = 0
+    ages: dict[int, int] = field(default_factory=dict, kw_only=True)
 
     def note(self, age: int) -> None:
         """Count one more."""
         self.count += 1
         self.total += age
         self.maximum = max(self.maximum, age)
+        self.ages[age] = self.ages.get(age, 0) + 1
 
 
 @dataclass(kw_only=True)
@@ -76,6 +79,10 @@ class Strategy(ABC):
     def roles(self, workers: int) -> tuple[str, ...]:
         """The role of each rank when there are so many workers; workers come first."""
         return (WORKER,) * workers
+
+    def home(self, rank: int, workers: int) -> int:
+        """The rank beside which a rank lives in a simulated cluster: in order, after the others."""
+        return rank
 
     def lr_factor(self, workers: int) -> float:
         """What the learning rate of one large batch wants to be multiplied by."""
@@ -134,9 +141,10 @@ class Strategy(ABC):
         self.comm, self.replica, self.workers, self.seed = comm, replica, workers, seed
         self.stale = Staleness()
 
-    def live_workers(self) -> list[int]:
-        """The workers that are here now, this one included."""
-        return [rank for rank in self.comm.alive() if rank < self.workers]
+    def live_workers(self) -> Sequence[int]:
+        """The workers that are here now, this one included, in order."""
+        alive = self.comm.alive()
+        return alive[: bisect_left(alive, self.workers)]
 
     def first_workers(self) -> list[int]:
         """The workers that are here from the beginning."""

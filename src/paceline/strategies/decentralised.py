@@ -6,15 +6,17 @@ answer, the mean of those alive.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.parcel import Parcel
 from paceline.seeds import stream
 from paceline.strategies.base import Strategy
-from paceline.topology import Topology, neighbours
+from paceline.topology import AllBut, Topology, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,21 +86,6 @@ class Decentralised(Strategy):
 
         x.copy_(self.among_live(mean))
 
-    # Peers ---------------------------------------------------------------------------------------
-
-    def candidates(self, peers: Sequence[int], rank: int) -> list[int]:
-        """Whom ``rank`` may pick among ``peers``, which are in order and hold it."""
-        places = neighbours(self.topology, peers.index(rank), len(peers))
-        return [peers[place] for place in places]
-
-    def draw(self, candidates: Sequence[int], rank: int) -> int | None:
-        """The one that ``rank`` picks at this step; the same whoever asks."""
-        if not candidates:
-            return None
-        return candidates[
-            int(stream(self.seed, "peer", rank, self.steps).integers(len(candidates)))
-        ]
-
     # Models in messages --------------------------------------------------------------------------
 
     def show(self, x: Tensor, finished: bool = False) -> None:
@@ -117,6 +104,43 @@ class Decentralised(Strategy):
     def like(self, x: Tensor) -> Tensor:
         """Room for a message."""
         return Parcel.empty(len(Note._fields), x).buffer
+
+
+# Peers -------------------------------------------------------------------------------------------
+
+
+def candidates(topology: Topology, peers: Sequence[int], rank: int) -> Sequence[int]:
+    """Whom ``rank`` may pick among ``peers``, which are in order and hold it."""
+    place = bisect_left(peers, rank)
+    if topology == "complete":
+        return AllBut(peers, place)
+    return [peers[other] for other in neighbours(topology, place, len(peers))]
+
+
+def draw(among: Sequence[int], seed: int, rank: int, step: int) -> int | None:
+    """The one that ``rank`` picks at this step; the same whoever asks."""
+    if not among:
+        return None
+    return among[int(stream(seed, "peer", rank, step).integers(len(among)))]
+
+
+class Picks(NamedTuple):
+    """Whom each of some peers picks at a step, and who picked it."""
+
+    of: dict[int, list[int]]
+    who_picked: dict[int, list[int]]
+
+
+@lru_cache(maxsize=8)
+def all_picks(topology: Topology, peers: tuple[int, ...], seed: int, step: int) -> Picks:
+    """The draws of all ``peers``; those of one process share them."""
+    picks = Picks({}, {})
+    for rank in peers:
+        pick = draw(candidates(topology, peers, rank), seed, rank, step)
+        if pick is not None:
+            picks.of[rank] = [pick]
+            picks.who_picked.setdefault(pick, []).append(rank)
+    return picks
 
 
 def average(x: Tensor, models: Sequence[Tensor]) -> None:

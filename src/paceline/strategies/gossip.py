@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from paceline.errors import UsageError
 from paceline.options import at_least
 from paceline.seeds import stream
-from paceline.strategies.decentralised import Decentralised, average
+from paceline.strategies.decentralised import (
+    Decentralised,
+    all_picks,
+    average,
+    candidates,
+    draw,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,8 +158,10 @@ class Gossip(Decentralised):
         """The models to average with now, if any."""
         if self.sync:
             return self._swap(x, self._meet(True))
-        peers = [peer for peer in self.live_workers() if peer not in self._ended]
-        peer = self._pick(peers, self.comm.rank) if self._is_due() else None
+        peers = self.live_workers()
+        if self._ended:
+            peers = [peer for peer in peers if peer not in self._ended]
+        peer = self._pick(peers) if self._is_due() else None
         if self.mode == "pull":
             return [] if peer is None else self._look_at(peer, x)
         if peer is not None:
@@ -168,8 +176,9 @@ class Gossip(Decentralised):
         draw = stream(self.seed, "gossip now", *whose, self.steps).random()
         return bool(draw < self.probability)
 
-    def _pick(self, peers: Sequence[int], rank: int) -> int | None:
-        return self.draw(self.candidates(peers, rank), rank)
+    def _pick(self, peers: Sequence[int]) -> int | None:
+        rank = self.comm.rank
+        return draw(candidates(self.topology, peers, rank), self.seed, rank, self.steps)
 
     # All at once ---------------------------------------------------------------------------------
 
@@ -184,9 +193,9 @@ class Gossip(Decentralised):
         """Exchange models as this step's draws of all ``peers`` say."""
         if not self._is_due():
             return []
-        picks = {rank: self._pick(peers, rank) for rank in peers}
-        mine = [pick for pick in [picks[self.comm.rank]] if pick is not None]
-        by_others = [rank for rank in peers if picks[rank] == self.comm.rank]
+        picks = all_picks(self.topology, tuple(peers), self.seed, self.steps)
+        mine = picks.of.get(self.comm.rank, [])
+        by_others = picks.who_picked.get(self.comm.rank, [])
         sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
         for target in targets:
             self.comm.post(self.wrap(x), target, MODEL)

@@ -108,6 +108,9 @@ class Layered(Strategy):
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
 
+    def home(self, rank: int, workers: int) -> int:
+        return rank if rank < workers else (rank - workers) * self.group_size
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         communicators = len(groups(workers, self.group_size))
         message = nbytes + 8 * (len(Head._fields) + len(self.replica.flat.spans))

@@ -176,6 +176,7 @@ class Served(Strategy):
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         if self.comm.rank >= self.workers:
+            self.comm.serves()
             part = self.parts[self.comm.rank - self.workers]
             self.desk = self.comm.group([*range(self.workers), self.comm.rank])
             self.shelf, self.version = Parcel.of(Reply(), x[part]), 0
@@ -208,7 +209,8 @@ class Served(Strategy):
         """Hear that a worker has died, or left."""
 
     def updated(self, request: Request) -> None:
-        """Count an update of the shard, and let others see it."""
+        """Count an update of the shard, let its time pass, and let others see it."""
+        self.comm.charge_update(self.shelf.vector.nbytes)
         self.stale.note(self.version - round(request.version))
         self.version += 1
         self.publish()

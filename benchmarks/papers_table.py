@@ -1,0 +1,69 @@
+"""Make the tables of docs/papers.md with ``paceline papers``, for three seeds.
+
+    python benchmarks/papers_table.py
+
+Runs are kept in ``runs/papers-SEED``, so that it goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
+SEEDS = (0, 1, 2)
+
+
+def verdicts(seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "paceline", "papers", "--json", "--seed", str(seed)]
+    told = subprocess.run(
+        [*command, "--out", f"runs/papers-{seed}"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+def verdict_table(found: list[dict[str, Any]]) -> list[str]:
+    head = " | ".join(f"seed {told['seed']}" for told in found)
+    lines = [f"| claim | source | {head} |", "|---|---|" + "---|" * len(found)]
+    for claims in zip(*(told["claims"] for told in found), strict=True):
+        cells = " | ".join(claim["verdict"] for claim in claims)
+        lines.append(f"| `{claims[0]['id']}` | {claims[0]['source']} | {cells} |")
+    return [*lines, "", f"Learning rates: SHA-256 `{found[0]['rates_sha256']}`."]
+
+
+def figure_table(told: dict[str, Any]) -> list[str]:
+    lines = ["| claim | figure | mean (90 % interval) | wanted | |", "|---|---|---|---|---|"]
+    for claim in told["claims"]:
+        for figure in claim["figures"]:
+            if figure["verdict"] is None:
+                continue
+            low, high = figure["interval_90"]
+            rates = "" if figure["column"] == "held" else "; own rates"
+            lines.append(
+                f"| `{claim['id']}` | {figure['what']}{rates} | {figure['mean']:.3g}"
+                f" ({low:.3g} to {high:.3g}) | {figure['wanted']} | {figure['verdict']} |"
+            )
+    return lines
+
+
+def put(name: str, lines: list[str]) -> None:
+    """Replace what stands between the marks of a table."""
+    table = "\n".join(lines)
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(pattern, rf"\g<1>{table}\n\g<2>", page, count=1, flags=re.DOTALL))
+
+
+def main() -> None:
+    found = [verdicts(seed) for seed in SEEDS]
+    put("verdicts", verdict_table(found))
+    put("figures", figure_table(found[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""``paceline calibrate``: this machine as a cluster file, and how well runs are predicted by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.capacity import check_real_workers
+from paceline.cli.compare import split_specs, workers_of
+from paceline.cli.options import Calibrating, Training
+from paceline.cli.screen import Screen, number, size
+from paceline.cli.task import find_task
+from paceline.cli.train import default_transport
+from paceline.errors import UsageError
+from paceline.options import at_least, one_of
+from paceline.processes import TRANSPORTS, Nursery
+from paceline.seeds import check_seed
+from paceline.strategies import make_strategy
+from paceline.tasks.recipe import MODELS
+
+if TYPE_CHECKING:
+    from paceline.calibrate.check import Row
+    from paceline.calibrate.machine import Calibration, Subject
+
+STRATEGIES = ("allreduce", "sasgd", "gossip", "downpour", "easgd")
+WORKERS = ("2", "4")
+CHECKED_MODELS = ("mlp", "wide")
+STEPS = 100
+BUSY = 0.05
+"""The share of the time that other work may have the cores before it is mentioned."""
+MARK = "# Measured by paceline calibrate"
+BUILT_IN = {"module": "paceline.calibrate.task", "name": "train"}
+
+
+def refuse_without_check(**options: Any) -> None:
+    """Refuse what only a check takes."""
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"--{name} ({value}) must be given together with --check")
+
+
+def show_calibration(chosen: Calibrating) -> None:
+    """Measure, write the file, and say what was found."""
+    screen = chosen.screen()
+    (subject,) = _subjects(chosen, ["cnn"])
+    _check_file(chosen.out)
+    found = _calibrate(screen, subject, chosen)
+    _write(found, chosen.out)
+    _show(screen, found)
+    screen.say(f"Written to {chosen.out}: paceline sim --cluster {chosen.out}")
+    screen.emit({"cluster": str(chosen.out), **_facts(found), "fits": found.fits()})
+
+
+def show_check(
+    chosen: Calibrating, specs: Sequence[str], workers: Sequence[str], repeats: int
+) -> None:
+    """Calibrate, predict, measure, and show the error of each prediction."""
+    screen = chosen.screen()
+    at_least("repeats", repeats, 1)
+    strategies = split_specs(specs) or list(STRATEGIES)
+    for spec in strategies:
+        make_strategy(spec)
+    counts = workers_of(list(workers or WORKERS), virtual=False)
+    subjects = _subjects(chosen, CHECKED_MODELS)
+    files = [_file(chosen.out, subject, many=len(subjects) > 1) for subject in subjects]
+    for file in files:
+        _check_file(file)
+    from paceline.calibrate import check as c
+
+    calibrations = {}
+    for subject, file in zip(subjects, files, strict=True):
+        found = calibrations[subject.name] = _calibrate(screen, subject, chosen)
+        _write(found, file)
+        _show(screen, found)
+    setups = [
+        c.Setup(subject, count, spec)
+        for subject in subjects
+        for count in counts
+        for spec in strategies
+    ]
+    screen.say(f"Predicting {len(setups)} runs, before any of them is made.")
+    rows = c.predict(setups, calibrations)
+    screen.say(f"Making them, {repeats} times in turn.")
+    c.measure(rows, repeats)
+    _show_rows(screen, rows)
+    rankings = c.rank_methods(rows)
+    _show_rankings(screen, rankings)
+    screen.emit(
+        {
+            "rows": [row.to_json() for row in rows],
+            "ranking": rankings,
+            "within": sum(row.within for row in rows),
+            "repeats": repeats,
+            "clusters": [str(file) for file in files],
+            "calibrations": [
+                {**_facts(each), "fits": each.fits()} for each in calibrations.values()
+            ],
+        }
+    )
+
+
+# What to measure ---------------------------------------------------------------------------------
+
+
+def _subjects(chosen: Calibrating, models: Sequence[str]) -> list[Subject]:
+    """The script, or the built-in task with the chosen model or else each of ``models``."""
+    transport = chosen.transport or default_transport()
+    one_of("transport", transport, TRANSPORTS)
+    at_least("rounds", chosen.rounds, 1)
+    if chosen.script is None:
+        named = [chosen.model] if chosen.model is not None else models
+        tasks = [_built_in(chosen, model) for model in named]
+    else:
+        given = {"script": chosen.script, "seed": chosen.seed, **chosen.arguments()}
+        task = find_task(Training(**given))
+        tasks = [(task.name, task.reference, task.arguments)]
+    check_seed(chosen.seed)
+    check_real_workers(4)
+    Nursery.warm_up()
+    from paceline.calibrate.machine import Subject
+
+    return [
+        Subject(name=name, train=train, arguments=arguments, transport=transport, seed=chosen.seed)
+        for name, train, arguments in tasks
+    ]
+
+
+def _built_in(chosen: Calibrating, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    one_of("model", model, (*MODELS, "wide"))
+    arguments = {"steps": STEPS, **chosen.arguments(), "model": model}
+    for name in ("steps", "batch_size"):
+        at_least(name, arguments.get(name, 1), 1)
+    return model, BUILT_IN, arguments
+
+
+def _calibrate(screen: Screen, subject: Subject, chosen: Calibrating) -> Calibration:
+    from paceline.calibrate.machine import Effort, calibrate
+
+    screen.say(f"Measuring {subject.name} over {subject.transport}.")
+    effort = Effort(rounds=chosen.rounds)
+    if chosen.steps is not None:
+        effort = replace(effort, steps=min(effort.steps, chosen.steps))
+    return calibrate(subject, effort, screen.say)
+
+
+# The file ----------------------------------------------------------------------------------------
+
+
+def _file(out: Path, subject: Subject, many: bool) -> Path:
+    return out.with_stem(f"{out.stem}-{subject.name}") if many else out
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a place that cannot be written, and a file that somebody else wrote."""
+    if path.suffix != ".toml":
+        raise UsageError(f"out ({path}) must end in .toml")
+    if not path.parent.is_dir():
+        raise UsageError(f"out ({path}) must be in a folder that exists")
+    if path.exists() and not (path.is_file() and path.read_text("utf-8").startswith(MARK)):
+        raise UsageError(f"out ({path}) exists and is not the file of an earlier calibration")
+
+
+def _write(found: Calibration, path: Path) -> None:
+    from paceline.calibrate.machine import to_toml
+
+    text = to_toml(found)
+    assert text.startswith(MARK), "it is told from other files by that"
+    path.write_text(text, encoding="utf-8")
+
+
+# On the screen -----------------------------------------------------------------------------------
+
+
+def _facts(found: Calibration) -> dict[str, Any]:
+    return {
+        "what": found.subject.name,
+        "transport": found.subject.transport,
+        "cores": found.cores,
+        "model_bytes": found.nbytes,
+        "crowding": found.crowding,
+        "busy": found.queued,
+    }
+
+
+def _show(screen: Screen, found: Calibration) -> None:
+    batch = found.batches[-1]
+    varies = found.variation
+    kinds = {"none": "", "trace": ", varying as recorded"}
+    told = kinds.get(varies.kind, f", {varies.kind} {varies.value:.2f}")
+    rows = [
+        (f"step of {batch} samples{told}", _ms(found.gradient.seconds(batch)), found.gradient),
+        (f"loading {batch} samples", _ms(found.loading.seconds(batch)), found.loading),
+        ("a message on its way", _ms(found.link.seconds(found.nbytes)), found.link),
+        *(
+            (f"own work: {w}", _ms(line.seconds(found.nbytes)), line)
+            for w, line in found.work.items()
+        ),
+        ("a server's request", _ms(found.serve.seconds(found.nbytes)), found.serve),
+    ]
+    screen.table(
+        [f"{found.subject.name}, {size(found.nbytes)}", "ms", "fit is off by"],
+        [(what, ms, f"{line.error:.1%}") for what, ms, line in rows],
+    )
+    screen.say(
+        f"{found.cores} cores, one thread a rank. With 4 ranks a step's own time is"
+        f" {found.crowding:.2f} of that."
+    )
+    if found.queued > BUSY:
+        screen.say(
+            f"Other work had the cores for {found.queued:.0%} of the time. It is left out of the"
+            " figures, but not out of real runs: they will be slower than predicted."
+        )
+
+
+def _show_rows(screen: Screen, rows: Sequence[Row]) -> None:
+    screen.table(
+        ["run", "predicted samples/s", "measured", "error", "spread", "within"],
+        [
+            (
+                row.setup.what,
+                number(round(row.predicted)),
+                number(round(row.median)),
+                f"{row.error:+.0%}",
+                f"{row.spread:.0%}",
+                "yes" if row.within else "no",
+            )
+            for row in rows
+        ],
+    )
+    good = sum(row.within for row in rows)
+    screen.show(f"{good} of {len(rows)} within 15 %, or twice the spread from run to run.")
+    busy = sum(sum(row.busy) for row in rows) / sum(len(row.busy) for row in rows)
+    if busy > BUSY:
+        screen.show(f"Other work used {busy:.0%} of the cores: the errors are its, too.")
+
+
+def _show_rankings(screen: Screen, rankings: Sequence[dict[str, Any]]) -> None:
+    for ranking in rankings:
+        verdict = "right" if ranking["right"] else "wrong"
+        predicted, measured = (" > ".join(ranking[key]) for key in ("predicted", "measured"))
+        screen.show(f"{ranking['where']}: ranking {verdict}, {predicted}")
+        if predicted != measured:
+            screen.show(f"  measured: {measured}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"

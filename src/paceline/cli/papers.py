@@ -1,0 +1,151 @@
+"""``paceline papers``: the claims of the papers, run and judged."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.screen import Screen, seconds
+from paceline.cli.task import choose_out
+from paceline.papers import CLAIMS, find_claim
+
+if TYPE_CHECKING:
+    from paceline.papers.claim import Claim, Finding, Scope
+    from paceline.papers.verdict import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What was asked for; ``rates`` and ``out`` have defaults that hang on the rest."""
+
+    name: str | None
+    seed: int
+    full: bool
+    data: Path | None
+    rates: Path | None
+    out: Path | None
+
+    def claims(self) -> list[Claim]:
+        """The claim that was named, or all of them."""
+        return [find_claim(name) for name in ([self.name] if self.name else CLAIMS)]
+
+    def rates_path(self) -> Path:
+        """The file of learning rates."""
+        from paceline.papers.rates import RATES
+
+        return self.rates or RATES
+
+
+def list_claims(screen: Screen, choice: Choice) -> None:
+    """Say what each claim is, where it is from, how it is tried and judged."""
+    claims = choice.claims()
+    for claim in claims:
+        _show_words(screen, claim)
+    screen.emit({"claims": [claim.words() for claim in claims]})
+
+
+def sweep_rates(screen: Screen, choice: Choice) -> None:
+    """Make the file of learning rates."""
+    from paceline.papers.rates import Rates
+    from paceline.papers.sweeping import make_rates
+    from paceline.papers.tasks import FULL, QUICK, check_data
+
+    if choice.full:
+        check_data(choice.data)
+    path, began_s = choice.rates_path(), time.monotonic()
+    make_rates(
+        FULL if choice.full else QUICK,
+        path=path,
+        folder=choice.out or Path("runs") / "papers-sweep",
+        data=choice.data if choice.full else None,
+        say=screen.say,
+    )
+    rates, took_s = Rates.read(path), time.monotonic() - began_s
+    screen.facts({"written to": str(path), "sha256": rates.sha256, "took": seconds(took_s)})
+    screen.emit({"rates": str(path), "rates_sha256": rates.sha256, "seconds": took_s})
+
+
+def try_claims(screen: Screen, choice: Choice) -> None:
+    """Run the claims, show what came of each, and say the verdicts."""
+    claims, scope = choice.claims(), scope_of(choice)
+    folder = choice.out or choose_out(None, "papers")
+    from paceline.papers.experiment import put_to_test
+
+    began_s, last_said = time.monotonic(), -1
+
+    def say(done: int, planned: int) -> None:
+        nonlocal last_said
+        if (tenth := 10 * done // planned) > last_said:
+            last_said = tenth
+            screen.say(f"{done} of {planned} runs, {seconds(time.monotonic() - began_s)}")
+
+    findings = put_to_test(claims, scope, folder=folder, on_run=say)
+    for finding in findings:
+        show_finding(screen, finding)
+    _show_summary(screen, findings)
+    took_s = time.monotonic() - began_s
+    screen.say(f"{seconds(took_s)}; learning rates {scope.rates.sha256[:12]}; runs in {folder}")
+    screen.emit(
+        {
+            "claims": [finding.to_json() for finding in findings],
+            "seed": choice.seed,
+            "full": choice.full,
+            "rates_sha256": scope.rates.sha256,
+            "seconds": took_s,
+            "runs": str(folder),
+        }
+    )
+
+
+def scope_of(choice: Choice) -> Scope:
+    """How much is run; refuses data and rates that are not there."""
+    from paceline.papers.claim import Scope
+    from paceline.papers.rates import Rates
+    from paceline.papers.tasks import check_data
+
+    if choice.full:
+        check_data(choice.data)
+    rates = Rates.read(choice.rates_path())
+    data = choice.data if choice.full else None
+    return Scope(rates=rates, seed=choice.seed, full=choice.full, data=data)
+
+
+def show_finding(screen: Screen, finding: Finding) -> None:
+    """The claim, where it is from, the figures with their spread, and the verdict."""
+    _show_words(screen, finding.claim)
+    for figure in finding.figures:
+        screen.show(f"    {_line_of(figure)}")
+    screen.show(f"  {finding.verdict}")
+    for reason in finding.reasons:
+        screen.show(f"    {reason}")
+
+
+def _show_words(screen: Screen, claim: Claim) -> None:
+    screen.show(f"\n{claim.id}")
+    words = claim.words()
+    for name in ("claim", "paper", "source", "setup", "rule"):
+        head = f"  {name:<6}  "
+        lines = textwrap.wrap(words[name], 100 - len(head))
+        screen.show(
+            textwrap.indent("\n".join(lines), " " * len(head)).replace(" " * len(head), head, 1)
+        )
+
+
+def _line_of(figure: Figure) -> str:
+    low, high = figure.interval
+    text = f"{figure.what}: {figure.mean:.4g} ({low:.4g} to {high:.4g})"
+    if figure.column == "own":
+        text += ", own rates"
+    return text if figure.wanted is None else f"{text}; wanted {figure.wanted}: {figure.verdict}"
+
+
+def _show_summary(screen: Screen, findings: Sequence[Finding]) -> None:
+    screen.show()
+    screen.table(
+        ["claim", "source", "verdict"],
+        [(f.claim.id, f.claim.source, f.verdict) for f in findings],
+    )

@@ -1,0 +1,57 @@
+"""How far a rank had come by when: the samples of its steps, and the bytes that it had sent."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+
+from paceline.comm.metered import Meter
+
+Row = tuple[float, int, int]
+"""A time in seconds, and the samples and bytes of a rank by then."""
+MOST_ROWS = 2048
+
+
+class History:
+    """Rows of one rank, in order; when they get many, every second one is left out."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._seen, self._every = 0, 1
+
+    def note(self, time_s: float, samples: int, nbytes: int, last: bool = False) -> None:
+        """Add a row; the ``last`` one of a run is kept whatever comes."""
+        self._seen += 1
+        if last or self._seen % self._every == 0:
+            self.rows.append((time_s, samples, nbytes))
+            if len(self.rows) >= MOST_ROWS and not last:
+                del self.rows[::2]
+                self._every *= 2
+
+
+class DatedMeter(Meter):
+    """A meter that notes when bytes were sent: for ranks that serve, and make no steps."""
+
+    def __init__(self, meter: Meter, note: Callable[[int], None]) -> None:
+        super().__init__(**vars(meter))
+        self._note = note
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "bytes_sent" and isinstance(value, int) and "_note" in vars(self):
+            self._note(value)
+
+
+def totals_at(time_s: float, histories: Iterable[Sequence[Row]]) -> tuple[int, int]:
+    """The samples and bytes of all ranks up to a time.
+
+    >>> one, other = [(1.0, 8, 100), (2.0, 16, 200)], [(1.5, 8, 100)]
+    >>> totals_at(1.0, [one, other]), totals_at(9.0, [one, other])
+    ((8, 100), (24, 300))
+    """
+    samples = nbytes = 0
+    for rows in histories:
+        place = bisect_right(rows, time_s, key=lambda row: row[0])
+        if place:
+            samples, nbytes = samples + rows[place - 1][1], nbytes + rows[place - 1][2]
+    return samples, nbytes

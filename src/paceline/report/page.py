@@ -1,0 +1,367 @@
+"""The page: what the charts and the verdict come to, put into one HTML file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UsageError
+from paceline.report.charts import (
+    BYTES_SENT,
+    EPOCHS,
+    SAMPLES_TAKEN,
+    SECONDS,
+    TIME,
+    VIRTUAL_TIME,
+    ByWorkers,
+    Chart,
+    Styles,
+    ages,
+    by_workers,
+    curves,
+    measure_of,
+    splits,
+)
+from paceline.report.material import Material, Run, Setting, read_material
+from paceline.report.svg import sample, style
+from paceline.report.verdict import Standing, headline, standings, verdict
+from paceline.stats import spread
+from paceline.strategies import describe, strategy_names
+from paceline.words import number, seconds, size
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+MOST_BYTES = 2_000_000
+REPORT = "report.html"
+_DETAIL = ((120, 32), (40, 16), (12, 8), (6, 4), (0, 0))
+"""How many points a line and how many bars a chart has, at most: fewer, where the page would get
+too large; at last, there are no charts of single settings."""
+
+
+def write_report(
+    folders: Sequence[Path], *, target: float | None = None, out: Path | None = None
+) -> Path:
+    """Build the report of a comparison's folder, or of runs; where it was written to."""
+    material = read_material(folders, target)
+    path = folders[0] / REPORT if out is None else out
+    text = render(material)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"out ({path}) must be a file that can be written: {error.strerror}"
+        ) from None
+    return path
+
+
+def render(material: Material) -> str:
+    """The page as text, of at most 2 MB."""
+    template = load_template()
+    for detail in _DETAIL:
+        text = template.render(**_content(material, *detail))
+        if len(text.encode()) <= MOST_BYTES:
+            return text
+    raise UsageError(f"runs ({len(material.runs)}) must be fewer: their report would be over 2 MB")
+
+
+def load_template() -> Template:
+    """The page without its content; refuses to go on where jinja2 is missing."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise UsageError('the report needs jinja2: pip install "paceline[report]"') from None
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["tied"] = tied
+    return environment.from_string(files("paceline.report").joinpath("page.html").read_text())
+
+
+def tied(text: str) -> str:
+    """Numbers that do not part from their units at the end of a line.
+
+    >>> tied("after 1.5 s, 90 % of 3 MB in 4 runs").count("\\u00a0")
+    3
+    """
+    return re.sub(r"(?<=\d) (?=(?:ms|s|min|h|[KMGT]?B|%)(?:\W|$))", "\u00a0", text)
+
+
+# Content -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Charts that belong together, under one heading."""
+
+    title: str
+    charts: Sequence[Chart]
+
+
+def _content(material: Material, points: int, bars: int) -> dict[str, Any]:
+    styles = {method: style(place) for place, method in enumerate(material.methods)}
+    verdicts = [verdict(material, setting) for setting in material.settings]
+    virtual = [run.virtual for run in material.runs]
+    drawn = material.settings if points else []
+    return {
+        "material": material,
+        "headline": headline(verdicts),
+        "verdicts": verdicts,
+        "world": "simulated" if all(virtual) else "mixed" if any(virtual) else "real",
+        "boards": [_board(material, setting) for setting in material.settings],
+        "legend": [(method, sample(styles[method]), _about(method)) for method in styles],
+        "measure": measure_of(material),
+        "drawn": bool(drawn),
+        "curves": _filled(
+            Group(title=str(s), charts=_curves(material, s, styles, points)) for s in drawn
+        ),
+        "by_workers": _by_workers(material, styles),
+        "splits": _filled(Group(title=str(s), charts=[*splits(material, s, bars)]) for s in drawn),
+        "ages": _filled(
+            Group(title=str(s), charts=[*ages(material, s, styles, bars)]) for s in drawn
+        ),
+        "fresh": _without_ages(material),
+        "consensus": _consensus(material, styles),
+        "columns": _COLUMNS,
+        "rows": [_row(material, s, m) for s in material.settings for m in material.methods],
+        "places": _places(material),
+        "rates": _rates(material),
+        "facts": _facts(material),
+        "runs": [_run_cells(run) for run in material.runs],
+    }
+
+
+def _filled(groups: Iterable[Group]) -> list[Group]:
+    return [group for group in groups if group.charts]
+
+
+def _about(method: str) -> str:
+    """What a method does, in a sentence; of one that is not registered, nothing."""
+    name = method.partition("(")[0]
+    return str(describe(name)["summary"]) if name in strategy_names() else ""
+
+
+def _curves(material: Material, setting: Setting, styles: Styles, points: int) -> list[Chart]:
+    runs = [run for run in material.runs if run.setting == setting]
+    clock = VIRTUAL_TIME if any(run.virtual for run in runs) else TIME
+    known = all(run.result is None or run.result.epoch_samples for run in runs)
+    found = [
+        curves(material, setting, across, styles, points)
+        for across in (clock, EPOCHS if known else SAMPLES_TAKEN, BYTES_SENT)
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def _by_workers(material: Material, styles: Styles) -> list[Chart]:
+    """Time to the target by number of workers, a chart for each place; of one number, none."""
+    target, places = material.target, [setting.place for setting in material.settings]
+    if target is None or len(places) == len(set(places)):
+        return []
+    table = {
+        (setting, standing.method): standing.reached
+        for setting in material.settings
+        for standing in standings(material, setting)
+        if standing.always
+    }
+    what = ByWorkers(f"time to accuracy {target:g}", SECONDS, lambda s, m: table.get((s, m), ()))
+    return _for_each_place(material, what, styles)
+
+
+def _consensus(material: Material, styles: Styles) -> list[Chart]:
+    def values(setting: Setting, method: str) -> list[float]:
+        results = material.results(setting, method)
+        return [r.consensus_distance for r in results if r.consensus_distance is not None]
+
+    what = ByWorkers("distance from the mean model", ((1.0, "%"),), values, factor=100.0)
+    return _for_each_place(material, what, styles)
+
+
+def _for_each_place(material: Material, what: ByWorkers, styles: Styles) -> list[Chart]:
+    places = dict.fromkeys(setting.place for setting in material.settings)
+    found = [by_workers(material, place, what, styles) for place in places]
+    return [chart for chart in found if chart is not None]
+
+
+def _without_ages(material: Material) -> list[str]:
+    """Methods that never apply anything old."""
+    oldest: dict[str, float] = {}
+    for run in material.runs:
+        if run.result is not None and (most := run.result.staleness_max) is not None:
+            oldest[run.strategy] = max(most, oldest.get(run.strategy, 0))
+    return [method for method in material.methods if oldest.get(method) == 0]
+
+
+# The board: times as bars ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    """The methods of a setting in the order of their times, each with a bar."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+def _board(material: Material, setting: Setting) -> Board:
+    ranked = standings(material, setting)
+    longest = max((s.spread.mean for s in ranked if s.always), default=1.0)
+    rows = [
+        {
+            "method": standing.method,
+            "share": round(100 * standing.spread.mean / longest, 1) if standing.always else None,
+            "text": _time_text(standing),
+        }
+        for standing in ranked
+    ]
+    return Board(title=str(setting), rows=rows)
+
+
+def _time_text(standing: Standing) -> str:
+    if standing.errors:
+        return "broke off"
+    if not standing.always:
+        return f"not reached{_of(standing)}"
+    return _ranged(standing.reached, seconds)
+
+
+def _of(standing: Standing) -> str:
+    runs, missed = len(standing.times), len(standing.times) - len(standing.reached)
+    return f" in {missed} of {runs} runs" if runs > 1 else ""
+
+
+# The table ---------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    "method",
+    "workers",
+    "place",
+    "runs",
+    "accuracy",
+    "time to target",
+    "bytes to target",
+    "whole time",
+    "waiting",
+    "bytes sent",
+    "staleness",
+    "apart",
+)
+
+
+def _row(material: Material, setting: Setting, method: str) -> list[str]:
+    """The means of a method in a setting, with their range over seeds."""
+    results, target = material.results(setting, method), material.target
+    standing = next((s for s in standings(material, setting) if s.method == method), None)
+    to_target = [None if target is None else r.bytes_to(target) for r in results]
+    whole = [r.seconds if r.virtual_seconds is None else r.virtual_seconds for r in results]
+    return [
+        method,
+        str(setting.workers),
+        setting.place,
+        str(len(results)),
+        _ranged([r.accuracy for r in results], lambda v: f"{v:.3f}"),
+        "-" if standing is None or target is None else _time_text(standing),
+        _ranged(to_target, size),
+        _ranged(whole, seconds),
+        _ranged([r.wait_share for r in results], lambda v: f"{v:.0%}"),
+        _ranged([r.bytes_sent for r in results], size),
+        _ranged([r.staleness_mean for r in results], lambda v: f"{v:.1f}"),
+        _ranged([r.consensus_distance for r in results], lambda v: f"{v:.2%}"),
+    ]
+
+
+def _ranged(values: Sequence[float | None], show: Any) -> str:
+    """A mean and its range; nothing, where a value is missing."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "-"
+    mean, low, high = (show(value) for value in (spread(known).mean, min(known), max(known)))
+    return f"{mean}" if low == high else f"{mean} ({low} to {high})"
+
+
+# Where it comes from -----------------------------------------------------------------------------
+
+
+def _facts(material: Material) -> list[tuple[str, str]]:
+    """What was run, by whom, with what."""
+    arguments = [_named(run.config.get("arguments") or {}) for run in material.runs]
+    versions = [dict(run.made["versions"]) for run in material.runs]
+    return [
+        ("command", material.command or "paceline report"),
+        ("made", material.made_at or "by several commands"),
+        ("task", material.task),
+        ("arguments", _all(told or "none: the task's own" for told in arguments)),
+        ("seeds", ", ".join(map(str, material.seeds))),
+        ("versions", _all(_named(told) for told in versions)),
+        ("platform", _all(str(run.made["platform"]) for run in material.runs)),
+        ("git revision", _all(run.made["git_revision"] or "unknown" for run in material.runs)),
+        ("report by", f"Python {platform.python_version()}"),
+    ]
+
+
+def _all(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _places(material: Material) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Each cluster with what it is about and its numbers."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for run in material.runs:
+        cluster = dict(run.config.get("cluster") or {})
+        about = str(cluster.pop("about", "")) or "real processes of one machine"
+        cluster.pop("name", None)
+        found.setdefault(run.setting.place, (about, [*_flat(cluster)]))
+    return [(place, about, numbers) for place, (about, numbers) in found.items()]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Nested numbers under dotted names; what is empty is left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        elif value not in (None, "", [], {}, ()):
+            large = isinstance(value, float) and value >= 10_000
+            shown = f"{value:,.0f}" if large else json.dumps(value)
+            yield f"{before}{name}", value if isinstance(value, str) else shown
+
+
+def _rates(material: Material) -> list[list[str]]:
+    """The learning rate and batch of each method in each setting, and its options."""
+    rows = []
+    for setting in material.settings:
+        for method in material.methods:
+            results = material.results(setting, method)
+            runs = material.of(setting, method)
+            if results:
+                lrs = _all(number(r.lr) if r.lr is None else f"{r.lr:.4g}" for r in results)
+                batches = _all(number(r.batch_size or None) for r in results)
+                rows.append([method, str(setting), lrs, batches, _options(runs[0])])
+    return rows
+
+
+def _options(run: Run) -> str:
+    """The options of the method, all of them."""
+    packed = run.config["strategy"]
+    if isinstance(packed, Mapping):
+        return _named(packed["fields"]) or "none"
+    inside = re.sub(r"^\w+\((.*)\)$", r"\1", str(packed))
+    return inside.replace("=", " ") or "none"
+
+
+def _run_cells(run: Run) -> list[str]:
+    told = run.result.trace_hash if run.result else run.error
+    return [
+        run.strategy,
+        str(run.setting),
+        str(run.seed),
+        (told or "-").partition("\n")[0][:80],
+    ]

@@ -1,0 +1,206 @@
+"""The verdict in plain words: which method, where, by how much, and how sure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from paceline.report.material import Material, Setting
+from paceline.stats import LEVEL, Spread, ratio, spread
+from paceline.words import seconds
+
+SURE, UNSURE = "sure", "not sure"
+LEAST_SEEDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How a method did in a setting: its times to the target, one a seed; None where never.
+
+    A seed is told by its number, and by how often it was used before.
+    """
+
+    method: str
+    times: Mapping[tuple[int, int], float | None]
+    errors: Sequence[str] = ()
+
+    @property
+    def reached(self) -> list[float]:
+        """The times of the runs that got there."""
+        return [time_s for time_s in self.times.values() if time_s is not None]
+
+    @property
+    def always(self) -> bool:
+        """Whether every run got there."""
+        return bool(self.times) and len(self.reached) == len(self.times)
+
+    @property
+    def spread(self) -> Spread:
+        """The mean time, and how sure it is."""
+        return spread(self.reached)
+
+    def sooner_than(self, other: Standing) -> Spread:
+        """How many times sooner this one is, seed by seed; by the means, if they share none."""
+        both = [
+            (theirs, mine)
+            for seed, mine in self.times.items()
+            if mine and (theirs := other.times.get(seed))
+        ]
+        pairs = both or [(other.spread.mean, self.spread.mean)]
+        return ratio(*zip(*pairs, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a setting says: the method that was first, in sentences, and how sure that is."""
+
+    setting: Setting
+    first: str | None
+    sentences: list[str]
+    sure: str | None = None
+    why: str = ""
+
+
+def standings(material: Material, setting: Setting) -> list[Standing]:
+    """All methods in a setting: those that always reached the target first, by their time."""
+    target, found = material.target, []
+    for method in material.methods:
+        runs = material.of(setting, method)
+        if not runs:
+            continue
+        times: dict[tuple[int, int], float | None] = {}
+        for run in runs:
+            before = sum(seed == run.seed for seed, _ in times)
+            reached = None if run.result is None or not target else run.result.seconds_to(target)
+            times[run.seed, before] = reached
+        errors = [run.error or "it failed" for run in runs if run.result is None]
+        found.append(Standing(method=method, times=times, errors=errors))
+    return sorted(found, key=lambda s: (not s.always, s.spread.mean if s.reached else 0.0))
+
+
+def verdict(material: Material, setting: Setting) -> Verdict:
+    """The verdict on one setting."""
+    ranked = standings(material, setting)
+    if material.target is None:
+        return Verdict(setting=setting, first=None, sentences=[*_by_accuracy(material, setting)])
+    always = [standing for standing in ranked if standing.always]
+    behind = [*_those_that_did_not(ranked, material.target)]
+    if not always:
+        told = f"No method reached accuracy {material.target:g} in every run."
+        return Verdict(setting=setting, first=None, sentences=[told, *behind])
+    first, others = always[0], always[1:]
+    clock = " of virtual time" if _virtual(material, setting) else ""
+    after = f"after {seconds(first.spread.mean)}{clock}"
+    if len(ranked) == 1:
+        told = f"{first.method} reached accuracy {material.target:g} {after}."
+        return Verdict(setting=setting, first=None, sentences=[told, "It ran alone here."])
+    told = f"{first.method} reached accuracy {material.target:g} first, {after}"
+    told += f"{_by_how_much(first, others)}."
+    if not others:
+        return Verdict(setting=setting, first=first.method, sentences=[told, *behind])
+    sure, why = _how_sure(first, others)
+    if close := _too_close(material, setting, first, others[0]):
+        sure, why = UNSURE, f"{why} {close}"
+    sentences = [told, *behind]
+    return Verdict(setting=setting, first=first.method, sentences=sentences, sure=sure, why=why)
+
+
+def headline(verdicts: Sequence[Verdict]) -> str:
+    """All verdicts in one sentence."""
+    won = [v for v in verdicts if v.first]
+    if not won:
+        return verdicts[0].sentences[0] if len(verdicts) == 1 else "No method was first anywhere."
+    places = {f"on {v.setting.place}": v.first for v in won}
+    counts = {f"with {v.setting.workers} workers": v.first for v in won}
+    if len({v.first for v in won}) == 1:
+        told = f"{won[0].first} was first{' in every setting' if len(verdicts) > 1 else ''}"
+    elif all(places[f"on {v.setting.place}"] == v.first for v in won):
+        told = "First was " + ", ".join(f"{method} {where}" for where, method in places.items())
+    elif all(counts[f"with {v.setting.workers} workers"] == v.first for v in won):
+        told = "First was " + ", ".join(f"{method} {where}" for where, method in counts.items())
+    else:
+        told = "Who was first depends on the setting"
+    unsure = any(v.sure == UNSURE for v in won)
+    return f"{told}, as far as one can tell." if unsure else f"{told}."
+
+
+def _by_how_much(first: Standing, others: Sequence[Standing]) -> str:
+    """How much sooner the first was than the second, than the plain method, and than the last."""
+    if not others:
+        return ""
+    named = {standing.method.partition("(")[0]: standing for standing in others}
+    chosen = {s.method: s for s in (others[0], named.get("allreduce", others[-1]))}
+    parts = [
+        f"{first.sooner_than(other).mean:.2f} times sooner than {other.method}"
+        for other in chosen.values()
+    ]
+    return ": " + " and ".join(parts)
+
+
+def _how_sure(first: Standing, others: Sequence[Standing]) -> tuple[str, str]:
+    second, margin = others[0], first.sooner_than(others[0])
+    if margin.seeds < 2:
+        return UNSURE, (
+            "Each method ran with one seed, and another seed may give another order."
+            " Run it again with --seeds 5 to find out."
+        )
+    more = "" if margin.seeds >= LEAST_SEEDS else f" {LEAST_SEEDS} seeds are the least to be sure."
+    told = (
+        f"over {margin.seeds} seeds, {first.method} was {margin.low:.2f} to {margin.high:.2f} times"
+        f" sooner than {second.method} ({LEVEL} interval)"
+    )
+    if margin.low > 1:
+        return UNSURE if more else SURE, f"{told[0].upper()}{told[1:]}.{more}"
+    beaten = [o.method for o in others if first.sooner_than(o).low > 1]
+    also = f" It is ahead of {', '.join(beaten)}." if beaten and not more else ""
+    return UNSURE, f"The two are too close to tell: {told}; below 1 means later.{also}{more}"
+
+
+def _too_close(material: Material, setting: Setting, first: Standing, second: Standing) -> str:
+    """What to say where the first two are closer than evaluations lie apart."""
+    gaps = []
+    for result in material.results(setting, first.method):
+        times = [m["t"] for m in result.metrics if m.get("accuracy") is not None]
+        gaps += [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    if not gaps or second.spread.mean - first.spread.mean >= median(gaps):
+        return ""
+    return (
+        f"Accuracy was measured about every {seconds(median(gaps))}, and the first two are closer"
+        " than that."
+    )
+
+
+def _those_that_did_not(ranked: Sequence[Standing], target: float) -> Iterator[str]:
+    for standing in ranked:
+        runs = len(standing.times)
+        never = runs - len(standing.reached) - len(standing.errors)
+        if standing.errors:
+            reason = standing.errors[0].partition("\n")[0]
+            yield f"{standing.method} broke off: {reason}."
+        if never:
+            of = f" in {never} of {runs} runs" if runs > 1 else ""
+            yield f"{standing.method} did not reach {target:g}{of}."
+
+
+def _by_accuracy(material: Material, setting: Setting) -> Iterator[str]:
+    """Without a target: who ended highest."""
+    ends = {
+        method: spread(values).mean
+        for method in material.methods
+        if (values := _ends(material, setting, method))
+    }
+    yield "No target accuracy was given (--target), so nothing says who was there first."
+    if len(ends) > 1:
+        best = max(ends, key=lambda method: ends[method])
+        yield f"{best} ended with the highest accuracy, {ends[best]:.3f}."
+
+
+def _ends(material: Material, setting: Setting, method: str) -> list[float]:
+    results = material.results(setting, method)
+    return [result.accuracy for result in results if result.accuracy is not None]
+
+
+def _virtual(material: Material, setting: Setting) -> bool:
+    return any(run.virtual for run in material.runs if run.setting == setting)

@@ -1,0 +1,132 @@
+"""The mailbox of a simulated rank."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(eq=False)
+class Message:
+    """A message on its way to, or in, a mailbox. A posted one carries its own copy."""
+
+    src: int
+    tag: int
+    x: Tensor
+    posted: bool
+    arrived_s: float
+    taken: bool = False
+    awaited: bool = False
+    number: int = 0
+
+
+class Inbox:
+    """What is on its way to one rank, or has come.
+
+    By tag and sender, in the order in which it was sent: a message that overtook another of its
+    sender waits for it. The first ones of all senders are in a heap by their time of arrival, so
+    that the next is found without looking at all of them.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, dict[int, deque[Message]]] = {}
+        self._firsts: dict[int, list[tuple[float, int, int]]] = {}
+        self._posted: Counter[int] = Counter()
+        self._count = 0
+
+    def add(self, message: Message) -> None:
+        """Take in a message; when it arrives may still be open."""
+        self._count += 1
+        message.number = self._count
+        senders = self._queues.setdefault(message.tag, {})
+        queue = senders.get(message.src)
+        if queue is None:
+            senders[message.src] = deque((message,))
+        else:
+            queue.append(message)
+        if message.posted:
+            self._posted[message.src] += 1
+        if message.arrived_s < math.inf:
+            self.arrives(message)
+
+    def arrives(self, message: Message) -> None:
+        """Hear that the time is known at which a message arrives."""
+        if self._first(message.tag, message.src) is message and message.arrived_s < math.inf:
+            firsts = self._firsts.setdefault(message.tag, [])
+            heapq.heappush(firsts, (message.arrived_s, message.number, message.src))
+
+    def posted_by(self, src: int) -> int:
+        """How many posted messages of ``src`` are in it."""
+        return self._posted[src]
+
+    def senders(self, tag: int) -> Collection[int]:
+        """Who has messages in it, arrived or on their way."""
+        return self._queues.get(tag, {})
+
+    def find(self, sources: Sequence[int], tag: int, now_s: float) -> Message | None:
+        """The message of ``sources`` that arrived first."""
+        firsts = self._firsts.get(tag)
+        if not firsts:
+            return None
+        if len(sources) == 1:
+            first = self._first(tag, sources[0])
+            return first if first is not None and first.arrived_s <= now_s else None
+        found, of_others = None, []
+        while found is None and firsts and firsts[0][0] <= now_s:
+            _, number, src = firsts[0]
+            first = self._first(tag, src)
+            if first is None or first.number != number:
+                heapq.heappop(firsts)  # it was taken by who asked for this sender alone
+            elif src in sources:
+                found = first
+            else:
+                of_others.append(heapq.heappop(firsts))
+        for entry in of_others:
+            heapq.heappush(firsts, entry)
+        return found
+
+    def remove(self, message: Message) -> None:
+        """Take out a message that :meth:`find` gave: the first of its sender."""
+        senders, firsts = self._queues[message.tag], self._firsts[message.tag]
+        queue = senders[message.src]
+        queue.popleft()
+        self._posted[message.src] -= message.posted
+        if firsts and firsts[0][1] == message.number:
+            heapq.heappop(firsts)
+        if queue:
+            self.arrives(queue[0])
+        else:
+            del senders[message.src]
+
+    def withdraw(self, src: int) -> None:
+        """Take out what ``src`` offered and nobody took; what it posted stays."""
+        kept = sorted(
+            (
+                message
+                for senders in self._queues.values()
+                for queue in senders.values()
+                for message in queue
+                if message.posted or message.src != src
+            ),
+            key=lambda message: message.number,
+        )
+        self.clear()
+        for message in kept:
+            self.add(message)
+
+    def clear(self) -> None:
+        """Take out everything."""
+        self._queues.clear()
+        self._firsts.clear()
+        self._posted.clear()
+
+    def _first(self, tag: int, src: int) -> Message | None:
+        queue = self._queues.get(tag, {}).get(src)
+        return queue[0] if queue else None

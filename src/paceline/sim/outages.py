@@ -1,0 +1,88 @@
+"""Links that are cut or degraded for a while: what that does to messages and collectives.
+
+All of it is known before a run begins, so that the time of a message is computed when it sets out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.sim.faults import LINK_KINDS, Fault
+
+NodeOf = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A time in which a share of the bandwidth is left, between some ranks: 0 when it is cut."""
+
+    start_s: float
+    end_s: float
+    share: float
+    rank: int | None
+    peer: int | None
+    node: int | None
+
+    @classmethod
+    def of(cls, fault: Fault) -> Outage:
+        """The outage that a fault makes."""
+        start_s = fault.at_s or 0.0
+        end_s = math.inf if fault.for_s is None else start_s + fault.for_s
+        return cls(start_s, end_s, fault.factor or 0.0, fault.rank, fault.peer, fault.node)
+
+    def between(self, members: Sequence[int], node: NodeOf) -> list[int]:
+        """Those of ``members`` whose way to others of them it is in; none where it is in none."""
+        if self.node is not None:
+            inside = [member for member in members if node(member) == self.node]
+            return inside if len(inside) < len(members) else []
+        ends = [rank for rank in (self.rank, self.peer) if rank is not None]
+        return ends if len(members) > 1 and all(rank in members for rank in ends) else []
+
+
+class Outages:
+    """The outages of a run."""
+
+    def __init__(self, faults: Iterable[Fault], node: NodeOf) -> None:
+        self._all = [Outage.of(fault) for fault in faults if fault.kind in LINK_KINDS]
+        self._node = node
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def whole_s(self, now_s: float, members: Sequence[int]) -> float:
+        """From when on no way between ``members`` is cut: now, later, or never."""
+        cuts = [o for o in self._among(members) if o.share == 0]
+        while on := [o.end_s for o in cuts if o.start_s <= now_s < o.end_s]:
+            now_s = max(on)
+        return now_s
+
+    def passage(
+        self, start_s: float, seconds: float, members: Sequence[int]
+    ) -> tuple[float, float]:
+        """When what takes ``seconds`` on whole links ends, and how long of that it was moving.
+
+        It stands still while a way is cut, and goes at the lowest share that is left otherwise.
+        """
+        among = self._among(members)
+        time_s, moving_s = start_s, 0.0
+        while True:
+            share = min((o.share for o in among if o.start_s <= time_s < o.end_s), default=1.0)
+            edges = (edge_s for o in among for edge_s in (o.start_s, o.end_s) if edge_s > time_s)
+            span_s = min(edges, default=math.inf) - time_s
+            if share and seconds <= share * span_s:
+                return time_s + seconds / share, moving_s + seconds / share
+            if span_s == math.inf:
+                return math.inf, moving_s
+            seconds -= share * span_s
+            moving_s += span_s if share else 0.0
+            time_s += span_s
+
+    def affected(self, now_s: float, members: Sequence[int]) -> list[int]:
+        """Those of ``members`` whose ways are cut or degraded now."""
+        on = (o for o in self._all if o.start_s <= now_s < o.end_s)
+        return sorted({rank for o in on for rank in o.between(members, self._node)})
+
+    def _among(self, members: Sequence[int]) -> list[Outage]:
+        return [outage for outage in self._all if outage.between(members, self._node)]

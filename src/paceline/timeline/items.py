@@ -1,0 +1,99 @@
+"""What a timeline is made of: spans of time, steps, messages, and numbers that were logged.
+
+A rank does one thing at a time, so its time falls into spans of six kinds that follow each other:
+
+===========  =======================================================================================
+``compute``  the user's own code; in virtual time, the gradient that was charged
+``wait``     for others, while what is wanted is not on its way yet
+``send``     handing over a message or a window
+``receive``  what is wanted is on its way: a message, a window, the sum of an all-reduce
+``apply``    the rest of a step, after the gradient; of a server or communicator, all but waiting
+``io``       asking a loader for a batch
+===========  =======================================================================================
+
+``wait_share`` of a result counts ``wait``, ``receive``, and ``send`` where a message has to be
+taken before its sender goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+KINDS = COMPUTE, WAIT, SEND, RECEIVE, APPLY, IO = (
+    "compute",
+    "wait",
+    "send",
+    "receive",
+    "apply",
+    "io",
+)
+
+NAMES = {**dict(zip(KINDS, KINDS, strict=True)), IO: "I/O"}
+"""As people read them."""
+
+
+class Span(NamedTuple):
+    """A rank did one thing."""
+
+    rank: int
+    kind: str
+    what: str
+    start_s: float
+    end_s: float
+    facts: dict[str, Any]
+
+
+class Step(NamedTuple):
+    """A step of a worker, from its gradient or the step before it to its end."""
+
+    rank: int
+    number: int
+    start_s: float
+    end_s: float
+    samples: int
+
+
+class Message(NamedTuple):
+    """Something went from one rank to another: from the span that sent it to one that took it."""
+
+    src: int
+    sent_s: float
+    dst: int
+    taken_s: float
+
+
+class Point(NamedTuple):
+    """A number that a rank has logged."""
+
+    rank: int
+    name: str
+    time_s: float
+    value: float
+
+
+Item = Span | Step | Message | Point
+
+
+def shift(item: Item, by_s: float) -> Item:
+    """The same, so much later."""
+    if isinstance(item, Message):
+        return item._replace(sent_s=item.sent_s + by_s, taken_s=item.taken_s + by_s)
+    if isinstance(item, Point):
+        return item._replace(time_s=item.time_s + by_s)
+    return item._replace(start_s=item.start_s + by_s, end_s=item.end_s + by_s)
+
+
+def cut(item: Item, from_s: float, to_s: float) -> Item | None:
+    """The part of an item between two moments; None where it has none.
+
+    >>> cut(Step(0, 7, 1.0, 3.0, 32), 2.0, 9.0)
+    Step(rank=0, number=7, start_s=2.0, end_s=3.0, samples=32)
+    """
+    if isinstance(item, Message):
+        return item if from_s <= item.sent_s and item.taken_s <= to_s else None
+    if isinstance(item, Point):
+        return item if from_s <= item.time_s <= to_s else None
+    start_s, end_s = max(item.start_s, from_s), min(item.end_s, to_s)
+    if start_s > end_s or (start_s == end_s and item.start_s < item.end_s):
+        return None
+    return item._replace(start_s=start_s, end_s=end_s)
