@@ -7,12 +7,16 @@ each exchange, and how long an exchange took once all were there. That makes the
 ``here.toml``. Then each method runs for real and on that cluster, and both are drawn together. What
 is drawn was not measured from. Of several tries of a real run the shortest counts: the one that was
 least disturbed by whatever else the machine did.
+
+Last comes the report of the built-in task, which is the same network on the same batches, with each
+method in both worlds; and a picture of it, where there is a Chromium to take one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -89,6 +93,27 @@ def measure(folder: Path) -> str:
     )
 
 
+def report(runs: Path, out: Path, tries: int, workers: int) -> None:
+    """The report of both methods in both worlds, and a picture of its beginning."""
+    folders: list[Path] = []
+    for method, strategy in METHODS.items():
+        how = ["--strategy", strategy, "--workers", workers, "--model", "mlp", "--epochs", 4]
+        folders.append(real_run(runs / f"report-{method}", tries, *how))
+        folders.append(runs / f"report-{method}-simulated")
+        paceline("sim", *how, "--cluster", out / "here.toml", "--out", folders[-1])
+    page = out / "report.html"
+    paceline("report", *folders, "--target", 0.8, "--out", page)
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is not None:
+        switches = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        switches += ["--disable-background-networking", "--disable-component-update"]
+        switches += [f"--user-data-dir={runs / 'profile'}", "--window-size=1100,2300"]
+        picture = f"--screenshot={page.with_suffix('.png')}"
+        quiet = subprocess.DEVNULL
+        subprocess.run([browser, *switches, picture, page.as_uri()], check=True, stderr=quiet)
+    print(f"report: {page}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, default=ROOT / "examples" / "after.py")
@@ -112,6 +137,7 @@ def main() -> None:
             files = ["--svg", out / f"{method}.svg", "--out", out / f"{method}.json.gz"]
             paceline("timeline", real, virtual, "--to", given.to, *files)
             print(f"{method}: {out / method}.svg, .json.gz")
+        report(runs, out, given.tries, given.workers)
 
 
 if __name__ == "__main__":
