@@ -50,13 +50,14 @@ class _Counts:
 _counts = _Counts()
 
 
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if call.when == "call" and call.excinfo is None:
-        for mark in item.iter_markers("transport"):
-            _counts.transports[mark.args[0]] += 1
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # reports carry these from the process that ran the test
+        item.user_properties += [("transport", m.args[0]) for m in item.iter_markers("transport")]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        _counts.transports.update(t for name, t in report.user_properties if name == "transport")
     if report.skipped and "may_skip" not in report.keywords:
         _counts.skipped.append(report.nodeid)
 

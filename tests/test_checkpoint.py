@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import paceline as pl
-from paceline import checkpoint
-from paceline.checkpoint import load_state, save_state, save_tensors
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.states import load_state, save_state, save_tensors
 
 DTYPES = [
     torch.float32,
@@ -187,7 +187,7 @@ def test_a_state_is_one_safetensors_file_that_names_all_its_bytes(tmp_path):
     assert tensor["data_offsets"] == [0, 16] and tensor["dtype"] == "F32"
 
 
-def fail_halfway(plain, path, header=None):
+def fail_halfway(self, path, content, on_half):
     path.write_bytes(b"half of a file")
     raise OSError(28, "No space left on device")
 
@@ -199,7 +199,7 @@ def fail(*_):
 @pytest.mark.parametrize(
     ("where", "name", "failure"),
     [
-        (checkpoint, "save_file", fail_halfway),
+        (Disk, "write", fail_halfway),
         (os, "fsync", fail),
     ],
     ids=["write", "flush"],
@@ -217,24 +217,20 @@ def test_a_write_that_fails_leaves_the_old_state_and_nothing_else(
 
 
 _KILLED = """
-import os, signal, sys, torch
+import os, sys, torch
 from pathlib import Path
-from paceline import checkpoint
-
-def killed(plain, path, header=None):
-    path.write_bytes(b"half of a file")
-    os.kill(os.getpid(), signal.SIGKILL)
+from paceline.checkpoint.states import save_state
 
 folder = Path(sys.argv[1])
-checkpoint.save_state(folder, "rank0", {"x": torch.zeros(2), "step": 1})
-checkpoint.save_file = killed
-checkpoint.save_state(folder, "rank0", {"x": torch.ones(2), "step": 2})
+save_state(folder, "rank0", {"x": torch.zeros(2), "step": 1})
+os.environ["PACELINE_FAILPOINT"] = sys.argv[2]
+save_state(folder, "rank0", {"x": torch.ones(2), "step": 2})
 """
 
 
 def test_a_kill_in_the_middle_of_a_write_leaves_the_old_state(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
-    assert ended.returncode == -9
+    command = [sys.executable, "-c", _KILLED, str(tmp_path), "rank.write"]
+    assert subprocess.run(command, check=False).returncode == -9
     assert_same(load_state(tmp_path, "rank0"), {"x": torch.zeros(2), "step": 1})
     assert_same(round_trip(tmp_path, {"step": 3}), {"step": 3})
 

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 
 import paceline as pl
-from paceline.checkpoint import load_state, save_state
+from paceline.checkpoint.states import load_state, save_state
 from paceline.strategies import STRATEGIES, make_strategy
-from paceline.strategies.served import REQUEST
+from paceline.strategies.served import REQUEST, Reply, Request
 from paceline.tasks.fashion import load_images, make_loader, make_model
 from paceline.tasks.recipe import learning_rate
 from paceline.trace import read
@@ -127,13 +127,15 @@ def expected_bytes(spec: str, result: pl.Result, trace: list[dict[str, Any]]) ->
     events = [(r["event"], r.get("tag")) for r in trace]
     if hasattr(method, "max_accumulated"):
         settings = 8 * 4  # lr, momentum, dampening and weight decay of SGD's only group
-        turn = 2 * nbytes + method.shards * (8 * 6 + settings + 8 * 6)
+        numbers = 8 * (len(Request._fields) + len(Reply._fields))
+        turn = 2 * nbytes + method.shards * (numbers + settings)
         turns = sum(r["event"] == "recv" and r["tag"] == REQUEST for r in trace) // method.shards
         tokens = sum(r["bytes"] == 16 for r in trace if r["event"] == "post")
         return turns * turn + 16 * tokens + nbytes * ranks
     messages = sum(event == "post" for event, _ in events)
     messages += sum(r["event"] == "peek" and r["version"] is not None for r in trace)
-    return messages * (nbytes + 24) + 2 * nbytes * WORKERS
+    asked = sum(r["bytes"] for r in trace if r["event"] == "all_reduce" and r["bytes"] < nbytes)
+    return messages * (nbytes + 24) + 2 * nbytes * WORKERS + asked  # whether offers are open
 
 
 @every_name

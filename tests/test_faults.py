@@ -94,10 +94,10 @@ def test_a_killed_rank_of_a_distributed_run_is_named(rank):
 
 
 @on_shared_memory
-@pytest.mark.parametrize(("when", "operation"), [("start", "broadcast"), ("end", "all_reduce")])
-def test_a_rank_may_die_before_its_setup_and_while_others_finish(when, operation):
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_a_rank_may_die_before_its_setup_and_while_others_finish(when):
     lost = launch_and_lose(arguments={"rank": 3, "how": "kill", "when": when})
-    assert (lost.ranks, lost.op) == ((3,), operation)
+    assert (lost.ranks, lost.op) == ((3,), "all_reduce")
 
 
 @on_shared_memory

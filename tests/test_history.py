@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as pl
-from paceline.comm.metered import Meter
-from paceline.history import MOST_ROWS, DatedMeter, History, totals_at
+from paceline.history import MOST_ROWS, History, totals_at
 from paceline.sim.cluster import Compute, Loading
 from paceline.tasks.fashion import train
 
@@ -40,14 +39,6 @@ def test_ranks_are_summed_and_those_without_rows_are_nothing():
     rows = [(1.0, 4, 10), (2.0, 8, 20)]
     assert totals_at(1.5, [rows, [], [(1.0, 1, 1)]]) == (5, 11)
     assert totals_at(0.5, [rows]) == (0, 0)
-
-
-def test_a_dated_meter_tells_of_bytes_and_goes_on_counting():
-    told = []
-    meter = DatedMeter(Meter(bytes_sent=5, wait_s=2.0), told.append)
-    meter.bytes_sent += 7
-    meter.wait_s += 1.0
-    assert (meter.bytes_sent, meter.wait_s, told) == (12, 3.0, [12])
 
 
 # In a run ----------------------------------------------------------------------------------------

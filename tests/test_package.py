@@ -199,6 +199,7 @@ def test_nothing_below_the_command_line_imports_it():
 
 PICKLES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 PROCESSES = ("multiprocessing", "torch.multiprocessing", "concurrent.futures")
+PICKLES += ("torch.distributed.rpc", "torch.distributed.checkpoint")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -210,6 +211,7 @@ def test_nothing_is_pickled(name):
             assert used not in ("torch.load", "torch.save"), f"{name}:{node.lineno}"
             objects = re.search(r"\b(dist|distributed)\..*_object(_list|s)?$", used)
             assert not objects, f"{name}:{node.lineno}: {used} pickles"
+            assert not node.attr.endswith("_pyobj"), f"{name}:{node.lineno}: {used} pickles"
         if isinstance(node, ast.keyword):
             assert node.arg != "allow_pickle", f"{name}:{node.value.lineno}"
 

@@ -41,6 +41,9 @@ class Alone(pl.Strategy):
         self.local_update()
 
 
+SAVED = {"checkpoint", "checkpoint_error", "resumed_at"}
+
+
 def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):
     book = RunBook(None, None)
     for record in logged:
@@ -71,7 +74,7 @@ def test_json_has_the_keys_that_other_tools_read():
 def test_a_simulated_run_fills_every_key(tmp_path):
     run = pl.simulate(train, workers=2, cluster="ethernet-1g", seed=3, out=tmp_path)
     told = json.loads(json.dumps(run.to_json()))
-    assert {key for key, value in told.items() if value is None} == {"as_model"}
+    assert {key for key, value in told.items() if value is None} == {"as_model", *SAVED}
     assert (told["strategy"], told["workers"], told["seed"]) == ("allreduce", 2, 3)
     assert (told["steps"], told["samples"]) == (8, 24)
     assert told["staleness_mean"] == told["staleness_max"] == 0
@@ -93,7 +96,7 @@ def test_a_real_run_has_no_virtual_time_and_no_fingerprint():
     run = pl.launch(train, workers=2, strategy="sasgd(interval=2)")
     told = json.loads(json.dumps(run.to_json()))
     empty = {key for key, value in told.items() if value is None}
-    assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "out"}
+    assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "out", *SAVED}
     assert (told["strategy"], told["steps"], told["samples"]) == ("sasgd", 8, 24)
     assert told["seconds"] > 0 and told["startup_seconds"] > 0
     assert 0 <= told["wait_share"] <= 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
@@ -59,11 +60,46 @@ def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> lis
     """The batches of ``rank``: its part of each global batch of ``order``."""
     parts, start = [], 0
     for size in global_batches(len(order), batch_size, workers):
-        each, more = divmod(size, workers)  # the first ``more`` workers have one sample more
-        first = start + rank * each + min(rank, more)
-        parts.append(order[first : first + each + (rank < more)])
+        parts.append(part_of(order[start : start + size], workers, rank))
         start += size
     return [part for part in parts if len(part)]
+
+
+def part_of(batch: Indices, workers: int, place: int) -> Indices:
+    """The part of a global batch that the worker at this place has; the first have one more."""
+    each, more = divmod(len(batch), workers)
+    first = place * each + min(place, more)
+    return batch[first : first + each + (place < more)]
+
+
+def divide_epoch(
+    order: Indices, batch_size: int, worker: int, meeting: Callable[[], Meeting]
+) -> Iterator[Indices]:
+    """As :func:`shard_epoch`, among those who are left; ``meeting`` tells of the last one.
+
+    When a worker is lost, what it had been given since the meeting before comes again at the end of
+    the epoch, and the rest is divided among the others. All of them see the loss at the same
+    meeting, and so divide alike.
+    """
+    here = meeting()
+    given: list[Indices] = []
+    while len(order):
+        size = batch_size * len(here.members)
+        if len(order) < 2 * size:
+            size = global_batches(len(order), batch_size, len(here.members))[0]
+        batch, order = order[:size], order[size:]
+        given.append(batch)
+        mine = part_of(batch, len(here.members), here.members.index(worker))
+        if len(mine):
+            yield mine
+        now = meeting()
+        if now.members != here.members:
+            lost = [place for place, m in enumerate(here.members) if m not in now.members]
+            again = [part_of(each, len(here.members), place) for each in given for place in lost]
+            order = np.concatenate([order, *again])
+        if now.number != here.number:
+            given.clear()
+        here = now
 
 
 class Cut(Sequence[Indices]):
@@ -100,6 +136,13 @@ def shuffled(samples: int, seed: int, number: int, epoch: int) -> Indices:
     return order
 
 
+class Meeting(NamedTuple):
+    """Who took part in the last collective of all workers, and how many there were by then."""
+
+    number: int
+    members: tuple[int, ...]
+
+
 class DrawnBatch(NamedTuple):
     """What a worker has to know of a batch: where it stands, and how many samples it has."""
 
@@ -108,12 +151,30 @@ class DrawnBatch(NamedTuple):
     samples: int
     full: int
     epochs_done: float
+    queue: int | None = None
+
+
+class Place(NamedTuple):
+    """How far a worker has come in the data of a loader.
+
+    Attributes:
+        epoch: that comes next; while one is under way, that one.
+        taken: how many batches of it this worker has had.
+        under_way: whether the checkpoint was made while the loader was iterated over.
+        tickets: the batches of a queue that this worker has drawn and not had.
+    """
+
+    epoch: int = 0
+    taken: int = 0
+    under_way: bool = False
+    tickets: tuple[int, ...] = ()
 
 
 class PacedLoader:
     """A DataLoader that shares its data with the other workers; each iteration is an epoch.
 
-    ``epoch`` is the number of the epoch that comes next, from 0.
+    ``epoch`` is the number of the epoch that comes next, from 0. After a checkpoint was taken up,
+    an epoch that was under way goes on behind the last batch that was made use of.
     """
 
     def __init__(
@@ -125,19 +186,83 @@ class PacedLoader:
         self.sharing, self.epoch, self._worker, self._number = sharing, 0, worker, number
         self._user_loader = loader
         self._streams = isinstance(loader.dataset, IterableDataset)
-        self._source = _Stream(self) if self._streams else _Map(self)
+        self._source: _Stream | _Map = _Stream(self) if self._streams else _Map(self)
+        self._taken, self.under_way = 0, False
+        self._goes_on: Place | None = None
+        self._done_before = 0
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
+        if epoch < self._done_before:
+            yield from self._sample(epoch)
+            return
+        goes_on = self._goes_on if self._goes_on and self._goes_on.epoch == epoch else Place()
+        self._taken, self.under_way = goes_on.taken, True
+        try:
+            yield from self._share(epoch, goes_on)
+        finally:
+            self.under_way = False
+
+    def _share(self, epoch: int, goes_on: Place) -> Iterator[Any]:
+        """This worker's batches of an epoch, less those that it has had."""
         worker, full = self._worker, self._user_loader.batch_size or 0
+        queue = self._number if self.sharing == "queue" else None
+        counted = goes_on.taken and not self._streams and queue is None
+        if counted and self._source.length(epoch) == goes_on.taken:  # nothing is left of it
+            yield from self._sample(epoch)
         asked_s = worker.comm.now()
-        for index, samples, share, batch in self._source.batches(epoch):
-            drawn = DrawnBatch(epoch, index, samples, full, epoch + share)
+        if self._is_over():
+            return
+        for index, samples, share, batch in self._source.batches(epoch, goes_on):
+            drawn = DrawnBatch(epoch, index, samples, full, epoch + share, queue)
             worker.batch_arrived(drawn, asked_s)
-            yield batch if worker.device.type == "cpu" else _move(batch, worker.device)
+            self._taken += 1
+            yield self._moved(batch)
+            worker.between_batches()
+            if self._is_over():
+                return
             asked_s = worker.comm.now()
 
-            asked_s = worker.comm.now()
+    def _is_over(self) -> bool:
+        """Whether to train on more would be in vain: others have use for those batches."""
+        return self._worker.set_aside and torch.is_grad_enabled()
+
+    def _sample(self, epoch: int) -> Iterator[Any]:
+        """One batch of an epoch that lies before a checkpoint: the loop's body runs, for nothing.
+
+        What it leaves behind in variables is then there; the worker makes no step of it.
+        """
+        if self._worker.catching_up and (batch := self._source.first(epoch)) is not None:
+            yield self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        return batch if self._worker.device.type == "cpu" else _move(batch, self._worker.device)
+
+    def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Iterate over a loader; over one that goes on behind a checkpoint, once all is as it was.
+
+        A loader draws a random number when it begins: this one has drawn it before.
+        """
+        if self._goes_on is None or not self._goes_on.under_way:
+            return iter(loader)
+        self._goes_on = None
+        with torch.random.fork_rng(devices=[]):
+            batches = iter(loader)
+        self._worker.catch_up()
+        return batches
+
+    @property
+    def place(self) -> Place:
+        """How far this worker has come."""
+        if not self.under_way:
+            return Place(self.epoch)
+        return Place(self.epoch - 1, self._taken, True, tuple(self._source.ahead()))
+
+    def go_on(self, place: Place, from_the_top: bool) -> None:
+        """Go on from a place; ``from_the_top``, after as many iterations as there were before."""
+        self._goes_on = place
+        self._done_before = place.epoch if from_the_top else 0
+        self.epoch = 0 if from_the_top else place.epoch
 
     @property
     def samples(self) -> int | None:
@@ -153,9 +278,12 @@ class PacedLoader:
 
     def tickets(self, epoch: int) -> Iterator[int]:
         """The numbers of the batches that this worker takes from the queue."""
-        comm = self._worker.comm
-        while (ticket := comm.ticket(self._number, epoch)) is not None:
-            comm.transport.resume()  # the data set may draw random numbers next
+        worker = self._worker
+        while True:
+            ticket = worker.draw(self._number, epoch)
+            worker.comm.transport.resume()  # the data set or the loop may draw random numbers
+            if ticket is None:
+                return
             yield ticket
 
 
@@ -172,20 +300,30 @@ class _Stream:
         total = len(self._loader)
         return total if owner.sharing == "static" else -(-total // owner._worker.size)
 
-    def batches(self, epoch: int) -> Iterator[tuple[int, int, float, Any]]:
-        wanted = self._wanted(epoch)
+    def batches(self, epoch: int, goes_on: Place) -> Iterator[tuple[int, int, float, Any]]:
+        stream = self._owner.begin(self._loader)
+        wanted = self._wanted(epoch, goes_on)
         mine = next(wanted, None)
-        for index, batch in enumerate(self._loader):
+        for index, batch in enumerate(stream):
             if index == mine:
                 yield index, _count(batch), 0.0, batch
                 mine = next(wanted, None)
 
-    def _wanted(self, epoch: int) -> Iterator[int]:
+    def first(self, epoch: int) -> Any:
+        """The first batch there is."""
+        return next(iter(self._loader), None)
+
+    def ahead(self) -> list[int]:
+        """No ticket is drawn before its batch is wanted."""
+        return []
+
+    def _wanted(self, epoch: int, goes_on: Place) -> Iterator[int]:
         rank, size = self._owner._worker.rank, self._owner._worker.size
         if self._owner.sharing == "queue":
             yield from self._owner.tickets(epoch)
             return
         step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)
+        index += step * goes_on.taken
         while True:
             yield index
             index += step
@@ -197,7 +335,7 @@ class _Map:
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
         self._taken: deque[tuple[int, int]] = deque()
-        self._epoch, self._count = 0, 1
+        self._epoch, self._count, self._goes_on = 0, 1, Place()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
         self._order = _order(self._loader, owner._worker.seed, owner._number)
@@ -209,10 +347,11 @@ class _Map:
             return -(-len(self._queue(epoch)) // self._owner._worker.size)
         return len(self._mine(epoch))
 
-    def batches(self, epoch: int) -> Iterator[tuple[int, int, float, Any]]:
-        self._epoch = epoch
+    def batches(self, epoch: int, goes_on: Place) -> Iterator[tuple[int, int, float, Any]]:
+        self._epoch, self._goes_on = epoch, goes_on
         self._taken.clear()
-        for batch in self._inner:
+        batches = self._owner.begin(self._inner)
+        for batch in batches:
             index, samples = self._taken.popleft()
             yield index, samples, (index + 1) / self._count, batch
 
@@ -221,13 +360,63 @@ class _Map:
         queued = self._owner.sharing == "queue"
         batches = self._queue(self._epoch) if queued else self._mine(self._epoch)
         self._count = max(1, len(batches))
-        for index, batch in self._from_queue(batches) if queued else enumerate(batches):
+        if queued:
+            numbered = self._from_queue(batches)
+        else:
+            mine = self._divided() if self._may_shrink() else batches
+            numbered = islice(enumerate(mine), self._goes_on.taken, None)
+        for index, batch in numbered:
             self._taken.append((index, len(batch)))
-            yield batch if isinstance(batch, list) else batch.tolist()
+            yield _as_list(batch)
+
+    def first(self, epoch: int) -> Any:
+        """The first batch of an epoch; None when there is none."""
+        batches = self._queue(epoch) if self._owner.sharing == "queue" else self._mine(epoch)
+        if not len(batches):
+            return None
+        indices, data = _as_list(batches[0]), cast(Any, self._loader.dataset)
+        many = hasattr(data, "__getitems__")
+        chosen = data.__getitems__(indices) if many else [data[index] for index in indices]
+        return self._loader.collate_fn(chosen)
+
+    def ahead(self) -> list[int]:
+        """The batches that were drawn and not yielded; what the loader fetches ahead is."""
+        return [index for index, _ in self._taken] if self._owner.sharing == "queue" else []
+
+    def _may_shrink(self) -> bool:
+        """Whether workers may be lost on the way whose part of the data the others take over."""
+        worker = self._owner._worker
+        plain = not isinstance(self._order(self._epoch), list)
+        return worker.comm.elastic and self._owner.sharing == "shard" and plain
+
+    def _divided(self) -> Iterator[Indices]:
+        """This worker's part of the epoch among those who are left."""
+        worker, size = self._owner._worker, self._loader.batch_size
+        order = self._order(self._epoch)
+        assert size is not None and not isinstance(order, list)
+        comm = worker.comm
+
+        def meeting() -> Meeting:
+            members = comm.present()
+            return Meeting(comm.meetings, tuple(r for r in members if r < worker.size))
+
+        return divide_epoch(self._whole(order), size, worker.rank, meeting)
+
+    def _whole(self, order: Indices) -> Indices:
+        """Without what is left over, where the loader drops that."""
+        assert self._loader.batch_size is not None
+        if not self._loader.drop_last:
+            return order
+        return order[
+            : len(order) - len(order) % (self._loader.batch_size * self._owner._worker.size)
+        ]
 
     def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for ticket in self._goes_on.tickets:
+            yield ticket, queue[ticket]
         for ticket in self._owner.tickets(self._epoch):
             if ticket >= len(queue):
+                self._owner._worker.comm.done_with(self._owner._number, self._epoch, ticket)
                 return
             yield ticket, queue[ticket]
 
@@ -246,9 +435,7 @@ class _Map:
             shard = self._shards[worker.rank]
             random = stream(worker.seed, "shard", epoch, worker.rank)
             return self._cut(random.permutation(shard))
-        if self._loader.drop_last:
-            order = order[: len(order) - len(order) % (self._loader.batch_size * worker.size)]
-        return shard_epoch(order, self._loader.batch_size, worker.size, worker.rank)
+        return shard_epoch(self._whole(order), self._loader.batch_size, worker.size, worker.rank)
 
     def _cut(self, order: Indices) -> Cut:
         assert self._loader.batch_size is not None
@@ -262,6 +449,11 @@ class _Map:
         if self._owner.sharing == "skewed":
             order = np.argsort(_labels(self._loader.dataset), kind="stable")
         return np.array_split(order, worker.size)
+
+
+def _as_list(batch: Any) -> list[int]:
+    indices: list[int] = batch if isinstance(batch, list) else batch.tolist()
+    return indices
 
 
 class _Plan:

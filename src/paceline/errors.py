@@ -8,10 +8,12 @@
     │   ├── PeerLost                     a peer died, stopped or has left               exit code 3
     │   ├── CommTimeout                  a peer lives, but the wait outlasted its limit exit code 3
     │   └── MessageMismatch              a message does not fit what was expected       exit code 1
+    ├── Interrupted                      signal number n told the run to end            128 + n
     ├── WorkerFailed                     the user's code raised on a rank               exit code 1
     └── Deadlock                         every rank of a simulation waits               exit code 1
 
-``PeersGone`` is not an error: it ends the loop of a rank that serves.
+``PeersGone`` is not an error: it ends the loop of a rank that serves. Nor is ``LeftBehind``: a rank
+that was stopped for too long begins anew.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterable, Sequence
+from signal import Signals
 
 _LEADING = {f"paceline.{name}" for name in ("run", "processes", "reference", "comm.simulated")}
 _LEADING |= {"paceline.sim.kernel", "importlib", "importlib._bootstrap", "runpy"}
@@ -80,6 +83,14 @@ class MessageMismatch(CommError):
     """A message has another size or dtype than the receiver asked for."""
 
 
+class Interrupted(PacelineError):
+    """A signal has told the run to end; it can be resumed from its last checkpoint."""
+
+    def __init__(self, number: int, what: str) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"ended by {Signals(number).name}; {what}")
+
+
 class WorkerFailed(PacelineError):
     """The user's code raised on a rank; ``details`` is that rank's own traceback."""
 
@@ -95,6 +106,14 @@ class WorkerFailed(PacelineError):
 
 class Deadlock(PacelineError):
     """Every rank of a simulation waits for another; the message names what for."""
+
+
+class LeftBehind(Exception):
+    """The others have gone on without this rank, which was stopped for too long: it must rejoin."""
+
+
+class Served(BaseException):
+    """Ends a rank that has nothing left to do: it has served, or has come when all was over."""
 
 
 class PeersGone(Exception):

@@ -116,6 +116,11 @@ class Flat:
             torch._foreach_copy_(targets, sources)
         return g
 
+    def gradients(self) -> list[Tensor]:
+        """The numbers of the gradients as autograd left them."""
+        grads = [span.parameter.grad for span in self.spans if span.parameter.grad is not None]
+        return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+
     def show_gradients(self, present: Iterable[bool]) -> None:
         """Let those parameters that are ``present``, and no others, have their part of ``g``."""
         for span, view, wanted in zip(self.spans, self._g_views, present, strict=True):

@@ -74,14 +74,17 @@ class RunFolder:
 
 
 class RankFiles:
-    """What a rank's own process writes into the folder of a run, if there is one."""
+    """What a rank's own process writes into the folder of a run, if there is one.
 
-    def __init__(self, out: str | PathLike[str] | None, rank: int) -> None:
+    With ``goes_on``, after what an earlier process of the rank has written.
+    """
+
+    def __init__(self, out: str | PathLike[str] | None, rank: int, goes_on: bool = False) -> None:
         self._path, self._rank = (None if out is None else Path(out)), rank
         self._metrics: TextIO | None = None
         if self._path is not None:
             self._path.mkdir(parents=True, exist_ok=True)
-        self.trace = Trace(rank_trace(self._path, rank)) if self._path else None
+        self.trace = Trace(rank_trace(self._path, rank), goes_on=goes_on) if self._path else None
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics of this rank."""
@@ -92,10 +95,10 @@ class RankFiles:
             self._metrics.flush()
 
     def save_answer(self, model: nn.Module | None) -> None:
-        """Write the model that the run ends with; rank 0 does."""
-        from paceline.checkpoint import save_tensors
+        """Write the model that the run ends with."""
+        from paceline.checkpoint.states import save_tensors
 
-        if self._path is not None and self._rank == 0 and model is not None:
+        if self._path is not None and model is not None:
             save_tensors(model.state_dict(), self._path / MODEL)
 
     def close(self) -> None:

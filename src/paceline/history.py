@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-
-from paceline.comm.metered import Meter
+from collections.abc import Iterable, Sequence
 
 Row = tuple[float, int, int]
 """A time in seconds, and the samples and bytes of a rank by then."""
@@ -27,19 +25,6 @@ class History:
             if len(self.rows) >= MOST_ROWS and not last:
                 del self.rows[::2]
                 self._every *= 2
-
-
-class DatedMeter(Meter):
-    """A meter that notes when bytes were sent: for ranks that serve, and make no steps."""
-
-    def __init__(self, meter: Meter, note: Callable[[int], None]) -> None:
-        super().__init__(**vars(meter))
-        self._note = note
-
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name == "bytes_sent" and isinstance(value, int) and "_note" in vars(self):
-            self._note(value)
 
 
 def totals_at(time_s: float, histories: Iterable[Sequence[Row]]) -> tuple[int, int]:

@@ -16,7 +16,11 @@ MOMENTUM = 0.9
 
 
 class Master:
-    """A shard of the model, stepped in place by an optimizer with the user's parameter groups."""
+    """A shard of the model, stepped in place by an optimizer with the user's parameter groups.
+
+    Attributes:
+        optimizer: that steps it.
+    """
 
     def __init__(self, w: Tensor, part: slice, replica: Replica, kind: str) -> None:
         self._user, self._kind = replica.optimizer, kind
@@ -26,7 +30,7 @@ class Master:
             {**self._options(group), "params": [parameter]}
             for group, parameter in zip(self._user.param_groups, self._parameters, strict=True)
         ]
-        self._optimizer = self._make(groups)
+        self.optimizer = self._make(groups)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         if self._kind == "user":
@@ -51,16 +55,35 @@ class Master:
     def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
         """Step along ``gradient`` with the settings that came with it; decay so many ``times``."""
         write_settings(self._user, settings)
-        for group, theirs in zip(
-            self._optimizer.param_groups, self._user.param_groups, strict=True
-        ):
+        for group, theirs in zip(self.optimizer.param_groups, self._user.param_groups, strict=True):
             names = self._user.defaults if self._kind == "user" else ("lr", "weight_decay")
             group.update({name: theirs[name] for name in names if name in theirs})
             if times != 1 and "weight_decay" in group:
                 group["weight_decay"] *= times
         for parameter, part in zip(self._parameters, self._parts, strict=True):
             parameter.grad = gradient[part] if parameter.numel() else None
-        self._optimizer.step()
+        self.optimizer.step()
+
+    def buffers(self) -> Tensor | None:
+        """What the optimizer remembers, as one vector; None where it remembers nothing."""
+        state = self._state()
+        return torch.cat([t.reshape(-1).double() for t in state]) if state else None
+
+    def load_buffers(self, vector: Tensor) -> None:
+        """Have the optimizer remember what another's :meth:`buffers` gave."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.numel() else None
+        kept = [parameter.detach().clone() for parameter in self._parameters]
+        self.optimizer.step()  # which makes the buffers
+        for parameter, before in zip(self._parameters, kept, strict=True):
+            parameter.detach().copy_(before)
+        state = self._state()
+        for tensor, part in zip(state, vector.split([t.numel() for t in state]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def _state(self) -> list[Tensor]:
+        states = [self.optimizer.state[parameter] for parameter in self._parameters]
+        return [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
 
 
 def _overlap(group: slice, part: slice) -> slice:

@@ -103,7 +103,8 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
     try:
         die_with_parent()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         for fd in inherited:
             os.close(fd)
         stdout, stderr, *rest = fds
@@ -125,8 +126,12 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
 
 
 def main() -> None:
-    """Load what every rank needs, then serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Load what every rank needs, then serve.
+
+    Signals are the launcher's to handle, also those that go to a whole group of processes.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))

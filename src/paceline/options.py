@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Make a dataclass of ``values``; ``where`` begins each complaint."""
-    hints = field_types(cls)
+    hints = field_types(cast(Any, cls))
     for key in values:
         if key not in hints:
             raise UsageError(f"{where}: {unknown('option', key, hints)}")
@@ -29,7 +30,8 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise UsageError(f"{where}: {error}") from None
 
 
-def field_types(cls: type[Any]) -> dict[str, Any]:
+@functools.cache
+def field_types(cls: type[Any]) -> Mapping[str, Any]:
     """The types of the fields that a user may set, by name."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}

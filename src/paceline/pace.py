@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.comm.metered import MeteredTransport
-from paceline.errors import UsageError
+from paceline.errors import LeftBehind, UsageError
+from paceline.guard import norm
 from paceline.history import History
 from paceline.replica import Replica
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.sim.compute import Costs
+
+
+T = TypeVar("T")
 
 
 class Mark(NamedTuple):
@@ -37,8 +46,12 @@ class Pace:
 
     Attributes:
         io_s: how long this worker has waited for its data.
+        rejoined: how often it was left behind, and came back.
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
+        on_step: called after each step; ``on_return`` after it was left behind and came back.
+        rejoin: how it comes back.
+        on_skip: called instead of a step that lies before the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -52,6 +65,7 @@ class Pace:
         self.strategy, self.replica, self.alone = strategy, replica, alone
         self.steps = self.samples = 0
         self.io_s = 0.0
+        self.rejoined = 0
         self.lr = replica.lrs()[0]
         self.history = History()
         self.first: Mark | None = None
@@ -59,6 +73,10 @@ class Pace:
         self.last: Mark | None = None
         self.paused: str | None = None
         self.syncing = True
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_return: Callable[[], None] = lambda: None
+        self.rejoin: Callable[[], None] = lambda: strategy.rejoin(replica.flat.x)
+        self.on_skip: Callable[[], None] | None = None
         self._transport, self._costs = transport, costs
         self._drawn = 0
         self._full_batch = 0
@@ -72,19 +90,22 @@ class Pace:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:
             raise UsageError(f"optimizer.step() must not be called {self.paused}")
+        if self.on_skip is not None:
+            self.on_skip()
+            return
         replica, flat = self.replica, self.replica.flat
         samples, self._drawn = self._drawn, 0
         self._full_batch = max(self._full_batch, samples)
         begin = self._mark()
         self.first = self.first or begin
-        self._transport.step_begins(self.steps)
         flat.check()
-        if self._costs is not None:
-            self._transport.compute(self._costs.gradient_s(samples or self._full_batch))
-        charged_s = self._transport.meter.charged_s
         replica.share = samples / self._full_batch if samples else 1.0
-        replica.overflow = overflow
-        self._act()
+        replica.overflow, replica.dropped = overflow, False
+        charged_s = self.keep_up(partial(self._begin, samples))
+        if charged_s is None:  # left behind with its gradient
+            charged_s = self._transport.meter.charged_s
+        else:
+            self.keep_up(self._act)
         replica.max_norm = None
         self.samples += samples
         self.last = self._mark()
@@ -97,19 +118,38 @@ class Pace:
         )
         self.steps += 1
         self.history.note(self.last.time_s, self.samples, self._transport.meter.bytes_sent)
+        self.on_step()
         self.warm = self.warm or self.last
         self._transport.resume()
+
+    def _begin(self, samples: int) -> float:
+        """Let the time of the gradient pass; return what has been charged by then."""
+        self._transport.step_begins(self.steps)
+        if self._costs is not None:
+            self._transport.compute(self._costs.gradient_s(samples or self._full_batch))
+        return self._transport.meter.charged_s
 
     def _act(self) -> None:
         if self.alone or not self.syncing:
             self.replica.local_update()
             return
-        self.settle()
+        self.strategy.settle(self.replica.flat.x)
         flat, g = self.replica.flat, None
         if self.strategy.uses_gradient:
             self._transport.charge_gather(flat.x.nbytes)
             g = flat.gather()
+        if not self.replica.overflow:
+            self._judge(flat.gradients() if g is None else [g])
         self.strategy.step(flat.x, g)
+
+    def _judge(self, gradients: Sequence[Tensor]) -> None:
+        """Let a gradient that is not finite, or explodes, count as none."""
+        replica, guard = self.replica, self.strategy.guard
+        size = 0.0 if guard.rank in guard.aside else norm(*gradients)
+        if replica.max_norm is not None and math.isfinite(size):
+            size = min(size, replica.max_norm)
+        replica.dropped = not guard.admits(size, guard.rank, "gradient")
+        replica.overflow = replica.dropped
 
     def _mark(self) -> Mark:
         wait_s = self._transport.meter.wait_s
@@ -120,12 +160,65 @@ class Pace:
         """The samples of a full batch."""
         return self._full_batch
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, between two steps."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "io_s": self.io_s,
+            "lr": self.lr,
+            "full_batch": self._full_batch,
+            "first": self.first,
+            "history": vars(self.history),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` gave."""
+        self.steps, self.samples, self.io_s = state["steps"], state["samples"], state["io_s"]
+        self.lr, self._full_batch = state["lr"], state["full_batch"]
+        if state["first"] is not None:
+            self.first = Mark(*state["first"])._replace(wall_s=time.monotonic())
+        self.history.__dict__.update(state["history"])
+
     def account(self, last: bool = False) -> None:
         """Note what has been done and sent by now, outside of steps."""
         meter, now_s = self._transport.meter, self._transport.now()
         self.history.note(now_s, self.samples, meter.bytes_sent, last)
 
+    def account_first(self) -> None:
+        """Note what it took to begin; a run that goes on has noted it."""
+        if not self.history.rows:
+            self.account()
+
     def settle(self) -> None:
         """Finish what the strategy left pending."""
-        if not self.alone:
-            self.strategy.settle(self.replica.flat.x)
+        if not self.alone and self.on_skip is None:
+            self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
+
+    def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
+        """Act with the others; when they have gone on without this rank, come back first.
+
+        It comes back with fresh state: what it computed before is dropped, here and by the others.
+        Then it acts ``again``, or has nothing to act with any more.
+        """
+        while True:
+            try:
+                return act()
+            except LeftBehind:
+                self.come_back()
+            if not again:
+                return None
+
+    def come_back(self) -> None:
+        """Begin another life, with the state of the others; end, if none of them is left."""
+        while True:
+            try:
+                self._transport.rejoin()
+                self.replica.forget_moments()
+                self.rejoin()
+                self._transport.arrived()
+            except LeftBehind:
+                continue
+            self.rejoined += 1
+            self.on_return()
+            return

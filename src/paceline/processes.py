@@ -19,10 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.base import Limits
 from paceline.comm.liveness import Processes
+from paceline.control import Door
 from paceline.errors import (
     CommTimeout,
     PacelineError,
@@ -32,8 +35,11 @@ from paceline.errors import (
     summary_of,
     user_traceback,
 )
+from paceline.losses import Losses
 from paceline.nursery import receive_message, send_message
 from paceline.reference import Reference, find
+from paceline.sim.faults import Fault, rank_of
+from paceline.stopping import ASK, Stop
 
 if TYPE_CHECKING:
     from paceline.comm.base import Transport
@@ -141,8 +147,8 @@ class Rank:
     """What the launcher knows of one rank."""
 
     number: int
-    pid: int
-    pipe: int
+    pid: int = 0
+    pipe: int = -1
     unread: bytes = b""
     code: int | None = None
     value: Any = None
@@ -151,10 +157,23 @@ class Rank:
     reason: str | None = None
     signalled: bool = False
 
+    def begin(self, pid: int, pipe: int) -> None:
+        """Begin with a process, the first one or another."""
+        self.pid, self.pipe, self.unread, self.code = pid, pipe, b"", None
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there."""
+        return self.pid > 0 and self.code is None
+
     def signal(self, number: int) -> None:
+        """End a rank that still runs, for the run is over."""
+        self.signalled = self.signalled or self.running
+        self.strike(number)
+
+    def strike(self, number: int) -> None:
         """Send a signal to a rank that still runs."""
-        if self.code is None:
-            self.signalled = True
+        if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -171,11 +190,18 @@ def run_ranks(
     transport: str = "shared_memory",
     limits: Limits | None = None,
     on_message: OnMessage | None = None,
+    losses: Losses | None = None,
+    faults: Sequence[Fault] = (),
+    folder: Path | None = None,
+    stop: Stop | None = None,
+    start_s: float = 0.0,
 ) -> list[Any]:
     """Run ``program(transport, channel, argument)`` in a process for each argument.
 
-    Returns what each of them returned, in rank order. When one raises, or is lost, all are ended
-    and its error is raised here.
+    Returns what each of them returned, in rank order. When one raises, all are ended and its error
+    is raised here; and when one is lost, unless ``losses`` say otherwise: then its place holds
+    None. ``faults`` are done to the processes. In ``folder`` is the door at which a run that goes
+    on after losses can be asked to take a worker in. The run's clock begins at ``start_s``.
     """
     size = len(arguments)
     if in_rank:
@@ -184,31 +210,30 @@ def run_ranks(
             ' stand under if __name__ == "__main__":'
         )
     with Nursery.borrow() as nursery, _meeting_place(transport, size) as (place, fds):
+        late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
             **place,
             "size": size,
             "program": program,
             "limits": asdict(limits or Limits()),
-            "started_s": time.monotonic(),
+            "started_s": time.monotonic() - start_s,
             "threads": threads_per_rank(size),
             "environment": dict(os.environ),
             "cwd": os.getcwd(),
             "path": sys.path,
+            "late": late,
+            "elastic": losses is not None and losses.goes_on,
         }
-        ranks: list[Rank] = []
+        crew = Crew(nursery, common, arguments, fds, limits or Limits(), on_message, losses, stop)
         try:
-            for number, argument in enumerate(arguments):
-                reader, writer = os.pipe()
-                config = {**common, "rank": number, "argument": dict(argument)}
-                pid = nursery.start(config, [writer, *fds])
-                os.close(writer)
-                os.set_blocking(reader, False)
-                ranks.append(Rank(number, pid, reader))
-            _supervise(ranks, nursery, limits or Limits(), on_message)
+            crew.start_all(faults)
+            if folder is not None and losses is not None and losses.goes_on:
+                crew.open_door(folder)
+            crew.supervise()
         finally:
-            _end(ranks, nursery)
-    _raise_failure(ranks)
-    return [rank.value for rank in ranks]
+            crew.end()
+    crew.raise_failure()
+    return [rank.value for rank in crew.ranks]
 
 
 @contextmanager
@@ -238,41 +263,217 @@ def threads_per_rank(size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // size) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _supervise(
-    ranks: list[Rank], nursery: Nursery, limits: Limits, on_message: OnMessage | None
-) -> None:
-    """Listen until every rank has ended; end the others soon after one has failed."""
-    patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
-    processes = Processes(lambda number: ranks[number].pid, patience)
-    by_pipe = {rank.pipe: rank for rank in ranks}
-    failed_s: float | None = None
-    while any(rank.code is None for rank in ranks):
-        ready = _readable([nursery.socket.fileno(), *by_pipe])
+class Crew:
+    """The ranks of one run: started, watched over, and ended."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        common: Message,
+        arguments: Sequence[Mapping[str, Any]],
+        fds: Sequence[int],
+        limits: Limits,
+        on_message: OnMessage | None,
+        losses: Losses | None,
+        stop: Stop | None = None,
+    ) -> None:
+        self._stop = stop
+        self.ranks = [Rank(number) for number in range(len(arguments))]
+        self._nursery, self._common, self._arguments, self._fds = nursery, common, arguments, fds
+        self._on_message, self._losses = on_message, losses
+        patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
+        self._processes = Processes(lambda number: self.ranks[number].pid, patience)
+        self._by_pipe: dict[int, Rank] = {}
+        self._door: Door | None = None
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    # Starting ------------------------------------------------------------------------------------
+
+    def start_all(self, faults: Sequence[Fault] = ()) -> None:
+        """Start those that are there from the beginning, and plan what is to happen to them."""
+        for fault in faults:
+            if fault.at_step is None:
+                self._later(fault.at_s or 0.0, partial(self._inject, fault))
+        for rank in self.ranks:
+            if rank.number not in self._common["late"]:
+                self._start(rank)
+
+    def open_door(self, folder: Path) -> None:
+        """Let workers in that come to the door in ``folder``."""
+        self._door = Door(folder)
+
+    def _let_in(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Start a worker in the place of one that is lost."""
+        if question.get("ask") != "join" or self._losses is None:
+            return {"error": "a run is asked to join, and nothing else"}
+        if not self._losses.takes_in:
+            return {"error": "a synchronous method takes no worker in mid-run"}
+        free = [w for w in self._workers() if not w.running and not w.returned and not w.error]
+        if not free:
+            return {"error": f"all {self._losses.workers} places are taken"}
+        self._start_again(free[0])
+        return {"rank": free[0].number}
+
+    def _start_again(self, rank: Rank) -> None:
+        if rank.pipe >= 0:
+            os.close(rank.pipe)
+        self._start(rank)
+        self._tell("restarted", rank)
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Have something done so many seconds after the start of the run."""
+        self._due.append((self._common["started_s"] + seconds, act))
+
+    def _start(self, rank: Rank) -> None:
+        reader, writer = os.pipe()
+        argument = dict(self._arguments[rank.number])
+        config = {**self._common, "rank": rank.number, "argument": argument}
+        pid = self._nursery.start(config, [writer, *self._fds])
+        os.close(writer)
+        os.set_blocking(reader, False)
+        rank.begin(pid, reader)
+        self._by_pipe[reader] = rank
+
+    def _inject(self, fault: Fault) -> None:
+        rank = self.ranks[rank_of(fault)]
+        if fault.kind == "join":
+            self._start(rank)
+        elif fault.kind == "kill":
+            rank.strike(signal.SIGKILL)
+        elif fault.kind == "freeze":
+            self._tell("stopped", rank)
+            rank.strike(signal.SIGSTOP)
+            if fault.for_s is not None:
+                self._later((fault.at_s or 0.0) + fault.for_s, partial(rank.strike, signal.SIGCONT))
+
+    # Watching ------------------------------------------------------------------------------------
+
+    def supervise(self) -> None:
+        """Listen until every rank has ended; end the others soon after one has failed."""
+        failed_s: float | None = None
+        while self._due or any(rank.running for rank in self.ranks):
+            self._hear_all()
+            if self._stop is not None:
+                self._stop.act(self.ranks)
+            now_s = time.monotonic()
+            for due_s, act in [due for due in self._due if due[0] <= now_s]:
+                self._due.remove((due_s, act))
+                act()
+            if failed_s is None and any(self._is_failure(rank) for rank in self.ranks):
+                failed_s = now_s
+            if failed_s is not None:
+                self._due.clear()
+                self._hasten(now_s - failed_s)
+            elif self._goes_on and any(worker.returned for worker in self._workers()):
+                self._end_rest()
+
+    def _hear_all(self) -> None:
+        nursery = self._nursery
+        door = [] if self._door is None else [self._door.fileno()]
+        ready = _readable([nursery.socket.fileno(), *door, *self._by_pipe])
         if nursery.socket.fileno() in ready:
             nursery.hear()
-        for rank in ranks:
+        if self._door is not None and self._door.fileno() in ready:
+            self._door.answer(self._let_in)
+        for rank in self.ranks:
             if rank.pipe in ready:
-                _listen(rank, by_pipe, on_message)
-            if rank.code is None and rank.pid in nursery.ended:
-                _listen(rank, by_pipe, on_message)
+                _listen(rank, self._by_pipe, self._hear)
+            if rank.running and rank.pid in nursery.ended:
+                _listen(rank, self._by_pipe, self._hear)
                 rank.code = nursery.ended.pop(rank.pid)
-            elif rank.code is None and (reason := processes.why_stopped(rank.number)):
-                rank.reason = reason
+                self._has_ended(rank)
+            elif rank.running and not self._comes_back(rank):
+                self._end_if_stopped(rank)
+
+    def _hear(self, rank: int, message: Message) -> None:
+        if message["kind"] == "thaw":  # it stopped itself, and asks to be woken
+            seconds = time.monotonic() - self._common["started_s"] + message["for_s"]
+            self._later(seconds, partial(self.ranks[rank].strike, signal.SIGCONT))
+        elif self._on_message is not None:
+            self._on_message(rank, message)
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._losses is not None and self._losses.goes_on
+
+    def _comes_back(self, rank: Rank) -> bool:
+        """Whether ``rank`` may go on after it was stopped for too long."""
+        return self._goes_on and self._losses is not None and self._losses.comes_back(rank.number)
+
+    def _end_if_stopped(self, rank: Rank) -> None:
+        if reason := self._processes.why_stopped(rank.number):
+            rank.reason = reason
+            if self._goes_on:  # the others outlive it, and it may have a successor
+                rank.strike(signal.SIGKILL)
+            else:
                 rank.signal(signal.SIGKILL)
-        now_s = time.monotonic()
-        if failed_s is None and any(rank.failed for rank in ranks):
-            failed_s = now_s
-        if failed_s is not None:
-            _hasten(ranks, processes, now_s - failed_s)
 
+    def _has_ended(self, rank: Rank) -> None:
+        """Note a loss that the run goes on after, and start the rank again if that is allowed."""
+        if rank.returned or rank.error is not None or not self._goes_on or rank.signalled:
+            return
+        self._tell("lost", rank, reason=_how_ended(rank.code))
+        others = any(other.returned or other.running for other in self._workers())
+        if others and self._losses is not None and self._losses.restarts(rank.number):
+            self._start_again(rank)
 
-def _hasten(ranks: list[Rank], processes: Processes, since_s: float) -> None:
-    """After a failure: end who is stopped and cannot end by itself, the others after a while."""
-    for rank in ranks:
-        if since_s > HEAR_S and rank.code is None and processes.is_stopped(rank.number):
+    def _tell(self, event: str, rank: Rank, **facts: Any) -> None:
+        if self._on_message is not None:
+            t = time.monotonic() - self._common["started_s"]
+            record = {"t": t, "event": event, "rank": rank.number, **facts}
+            self._on_message(rank.number, {"kind": "event", "record": record})
+
+    def _workers(self) -> list[Rank]:
+        return self.ranks if self._losses is None else self.ranks[: self._losses.workers]
+
+    def _is_failure(self, rank: Rank) -> bool:
+        """Whether the end of ``rank`` is the end of the run."""
+        if not self._goes_on or rank.error is not None:
+            return rank.failed
+        return rank.failed and not any(w.returned or w.running for w in self._workers())
+
+    def _end_rest(self) -> None:
+        """When all have ended but who is stopped, end those: there is nobody to come back to."""
+        left = [rank for rank in self.ranks if rank.running]
+        if all(self._processes.why_stopped(rank.number) for rank in left):
+            self._due.clear()
+            for rank in left:
+                self._tell("lost", rank, reason=self._processes.why_stopped(rank.number))
+                rank.signal(signal.SIGKILL)
+
+    def _hasten(self, since_s: float) -> None:
+        """After a failure: end who is stopped and cannot end by itself, others after a while."""
+        for rank in self.ranks:
+            if since_s > HEAR_S and rank.running and self._processes.is_stopped(rank.number):
+                rank.signal(signal.SIGKILL)
+            elif since_s > GRACE_S:
+                rank.signal(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
+
+    # Ending --------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened."""
+        if self._door is not None:
+            self._door.close()
+        for rank in self.ranks:
             rank.signal(signal.SIGKILL)
-        elif since_s > GRACE_S:
-            rank.signal(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
+        nursery = self._nursery
+        try:
+            while any(rank.running for rank in self.ranks):
+                for rank in self.ranks:
+                    if rank.running and rank.pid in nursery.ended:
+                        rank.code = nursery.ended.pop(rank.pid)
+                if any(rank.running for rank in self.ranks):
+                    nursery.hear()
+        finally:
+            for rank in self.ranks:
+                if rank.pipe >= 0:
+                    os.close(rank.pipe)
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended the run, if one did."""
+        if any(self._is_failure(rank) for rank in self.ranks):
+            _raise_failure(self.ranks)
 
 
 def _readable(fds: Sequence[int]) -> set[int]:
@@ -283,7 +484,7 @@ def _readable(fds: Sequence[int]) -> set[int]:
     return {fd for fd, _ in poll.poll(200)}
 
 
-def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage | None) -> None:
+def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage) -> None:
     """Read what a rank has said, as far as it goes without waiting."""
     while rank.pipe in by_pipe:
         try:
@@ -297,29 +498,13 @@ def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage | None) 
             _hear(rank, json.loads(line), on_message)
 
 
-def _hear(rank: Rank, message: Message, on_message: OnMessage | None) -> None:
+def _hear(rank: Rank, message: Message, on_message: OnMessage) -> None:
     if message["kind"] == "value":
         rank.value, rank.returned = message["value"], True
     elif message["kind"] == "error":
         rank.error = message
-    elif on_message is not None:
+    else:
         on_message(rank.number, message)
-
-
-def _end(ranks: list[Rank], nursery: Nursery) -> None:
-    """Leave no process behind, whatever happened."""
-    for rank in ranks:
-        rank.signal(signal.SIGKILL)
-    try:
-        while any(rank.code is None for rank in ranks):
-            for rank in ranks:
-                if rank.code is None and rank.pid in nursery.ended:
-                    rank.code = nursery.ended.pop(rank.pid)
-            if any(rank.code is None for rank in ranks):
-                nursery.hear()
-    finally:
-        for rank in ranks:
-            os.close(rank.pipe)
 
 
 def _raise_failure(ranks: list[Rank]) -> None:
@@ -335,9 +520,9 @@ def _raise_failure(ranks: list[Rank]) -> None:
     if dead:
         seen = next((w for w in witnesses if w["ranks"] and w["type"] == "PeerLost"), None)
         op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
-        raise PeerLost(
-            [rank.number for rank in dead], op, dead[0].reason or _how_ended(dead[0].code), waited_s
-        )
+        stopped = seen["reason"] if seen and seen["reason"] != "it died" else ""
+        reason = dead[0].reason or stopped or _how_ended(dead[0].code)
+        raise PeerLost([rank.number for rank in dead], op, reason, waited_s)
     for error in witnesses:
         if error["type"] == "PeerLost":
             raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])
@@ -378,6 +563,7 @@ class Channel:
 def rank_main(config: Message, fds: list[int]) -> int:
     """The life of a rank, from its fork to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(ASK, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(config["environment"])
     os.chdir(config["cwd"])
@@ -407,7 +593,8 @@ def _connect(config: Message, fd: int) -> Transport:
     if config["transport"] == "shared_memory":
         from paceline.comm.shared_memory import SharedMemoryTransport
 
-        return SharedMemoryTransport(fd, rank, size, limits, config["started_s"])
+        started_s, late = config["started_s"], config["late"]
+        return SharedMemoryTransport(fd, rank, size, limits, started_s, late, config["elastic"])
     from paceline.comm.distributed import connect_on_loopback
 
     return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"])

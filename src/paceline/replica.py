@@ -21,6 +21,8 @@ class Replica:
         share: how much of a full batch the present gradient stands for, up to 1.
         overflow: whether a gradient scaler has found the present gradient to be infinite;
             :meth:`local_update` then does nothing.
+        dropped: whether it is not infinite for a scaler, but no gradient to go by (see
+            :class:`~paceline.guard.Guard`); ``overflow`` is true then, too.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, allocate: Allocate) -> None:
@@ -29,7 +31,7 @@ class Replica:
         self.flat = Flat(model, optimizer, allocate)
         self.optimizer = optimizer
         self.share = 1.0
-        self.overflow = False
+        self.overflow = self.dropped = False
         self.max_norm: float | None = None
 
     def local_update(self) -> None:

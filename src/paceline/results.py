@@ -43,6 +43,7 @@ class Summary:
     lr: float | None = None
     batch_size: int = 0
     epoch_samples: int | None = None
+    dropped: int = 0
     stale_ages: list[tuple[int, int]] = field(default_factory=list)
     history: list[Row] = field(default_factory=list)
 
@@ -69,6 +70,7 @@ class Summary:
             epoch_samples=worker.epoch_samples,
             history=pace.history.rows if pace else [],
             samples_per_s=_rate_of(worker),
+            dropped=_dropped_by(worker),
             **_staleness_of(worker),
         )
 
@@ -107,6 +109,11 @@ def _rate_of(worker: Worker) -> float | None:
         return None
     span_s = pace.last.time_s - pace.warm.time_s
     return (pace.last.samples - pace.warm.samples) / span_s if span_s > 0 else None
+
+
+def _dropped_by(worker: Worker) -> int:
+    """How many updates this rank has dropped: its own, and those of others."""
+    return 0 if worker.pace is None else worker.strategy.guard.dropped.total()
 
 
 def _staleness_of(worker: Worker) -> dict[str, Any]:
@@ -148,6 +155,12 @@ class Result:
         staleness_counts: how often something of each age was applied, as ``[age, count]``.
         lr: the learning rate that workers began with; ``batch_size`` is that of one of them.
         epoch_samples: the samples of an epoch; None where that is not known.
+        events: what happened to ranks and when: ``lost``, ``restarted``, ``joined``, ``rejoined``
+            (it was left behind), ``succeeded`` (a server that follows another), ``dropped`` (an
+            update that was not finite, or exploded), ``large``, ``set_aside`` (its sender).
+        dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
+        checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
+            was due could not be made. ``resumed_at`` is the step that the run went on from.
     """
 
     strategy: str
@@ -170,6 +183,7 @@ class Result:
     trace_hash: str | None
     lost_workers: int
     joined_workers: int
+    dropped_updates: int = 0
     out: str | None
     metrics: list[Metric] = field(repr=False)
     first_step_s: float = field(repr=False)
@@ -179,6 +193,10 @@ class Result:
     lr: float | None = field(repr=False, default=None)
     batch_size: int | None = field(repr=False, default=None)
     epoch_samples: int | None = field(repr=False, default=None)
+    events: list[Metric] = field(repr=False, default_factory=list)
+    checkpoint: int | None = None
+    checkpoint_error: str | None = None
+    resumed_at: int | None = None
 
     def first_with(self, accuracy: float) -> Metric | None:
         """The first record of such an accuracy."""
@@ -204,6 +222,7 @@ class RunBook:
     def __init__(self, out: str | PathLike[str] | None, on_metric: OnMetric | None) -> None:
         self.folder = None if out is None else RunFolder(out)
         self.metrics: list[Metric] = []
+        self.events: list[Metric] = []
         self._on_metric = on_metric
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -218,6 +237,18 @@ class RunBook:
             self.folder.metric(record)
         if self._on_metric is not None:
             self._on_metric(record)
+
+    def go_on(self, metrics: Sequence[Metric], events: Sequence[Metric]) -> None:
+        """Take up what was told before a checkpoint."""
+        self.events += events
+        for record in metrics:
+            self.metrics.append(record)
+            if self.folder is not None:
+                self.folder.metric(record)
+
+    def event(self, record: Metric) -> None:
+        """Take down that a rank was lost, came late, or came again."""
+        self.events.append(record)
 
     def close(self, ranks: int = 0) -> None:
         """Close the files; merge the traces of ``ranks`` processes."""
@@ -248,8 +279,8 @@ class RunBook:
             "virtual_seconds": None,
             "wire_bytes": None,
             "trace_hash": None,
-            "lost_workers": 0,
-            "joined_workers": 0,
+            "lost_workers": self._count("lost", workers),
+            "joined_workers": self._count("joined", workers) + self._count("rejoined", workers),
             "out": None if self.folder is None else str(self.folder.path),
         }
         result = Result(
@@ -263,6 +294,7 @@ class RunBook:
             startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
+            dropped_updates=round(sum(summary.dropped for summary in summaries)),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
             staleness_mean=sum(s.stale_total for s in mine) / counted if counted else stale,
             staleness_max=max(s.stale_max for s in mine) if counted else stale,
@@ -274,11 +306,18 @@ class RunBook:
             lr=mine[0].lr if mine else None,
             batch_size=round(mine[0].batch_size) if mine else None,
             epoch_samples=mine[0].epoch_samples if mine else None,
+            events=sorted(self.events, key=lambda event: event["t"]),
             **{**known, **facts},
         )
         if self.folder is not None:
             write_result(self.folder.path, vars(result))
         return result
+
+    def _count(self, event: str, workers: int) -> int:
+        """To how many workers such a thing has happened; who was left behind was lost, too."""
+        kinds = {"lost", "rejoined"} if event == "lost" else {event}
+        told = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
+        return len({e["rank"] for e in told}) if event == "lost" else len(told)
 
     def _last(self, name: str) -> Any:
         values = [record[name] for record in self.metrics if name in record]

@@ -6,6 +6,7 @@ The same ``train(worker)`` function goes into all three.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.capacity import check_real_workers, check_virtual_workers
-from paceline.checkpoint import save_tensors
+from paceline.checkpoint.states import save_tensors
+from paceline.checkpoint.store import Saved
 from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
-from paceline.errors import PacelineError, UsageError, WorkerFailed
+from paceline.errors import PacelineError, Served, UsageError, WorkerFailed
 from paceline.folder import RankFiles, RecordedRun, check_out, write_config, write_result
+from paceline.hazards import Hazards
+from paceline.keeper import Keeper, Plan, Stopped
 from paceline.launched import launched_rank_and_size
+from paceline.losses import Losses
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Channel, Message, run_ranks, threads_per_rank
 from paceline.reference import (
@@ -34,17 +39,21 @@ from paceline.reference import (
     unpack_strategy,
 )
 from paceline.results import OnMetric, Result, RunBook, Summary
+from paceline.saving import Saving
 from paceline.seeds import check_seed, seed_user_generators
 from paceline.sim.cluster import Cluster, load_cluster
-from paceline.sim.faults import Fault
+from paceline.sim.faults import LINK_KINDS, Fault
 from paceline.sim.models import as_model as stand_for
 from paceline.sim.models import stands_for_note
+from paceline.stopping import ASK, Stop
 from paceline.strategies import make_strategy, strategy_name, strategy_spec
 from paceline.strategies.base import Strategy, workers_in
 from paceline.trace import Trace
-from paceline.worker import Metric, Served, Worker
+from paceline.worker import Metric, Worker
 
 Train = Callable[..., None]
+STOPPED: Message = {"stopped": True}
+"""What a rank returns that has ended after a last checkpoint."""
 
 
 def launch(
@@ -56,10 +65,17 @@ def launch(
     device: str = "cpu",
     seed: int = 0,
     limits: Limits | None = None,
+    on_loss: str | None = None,
+    max_restarts: int = 0,
+    faults: Sequence[Fault] = (),
     arguments: Mapping[str, Any] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
     on_progress: OnMetric | None = None,
+    checkpoint_steps: int | None = None,
+    checkpoint_minutes: float | None = None,
+    keep: int = 2,
+    resume: bool = False,
 ) -> Result:
     """Run ``train(worker)`` in real processes on this host.
 
@@ -71,14 +87,23 @@ def launch(
         device: ``cpu``, or ``cuda`` to spread the workers over this host's GPUs.
         seed: of everything random in the run.
         limits: how long workers wait for each other.
+        on_loss: ``continue`` with the workers that are left when one is lost, or ``stop``; when not
+            given, asynchronous methods continue and synchronous ones stop.
+        max_restarts: how many lost workers are started again, all together.
+        faults: what is done to the processes: to kill, freeze or slow one down, or start it late.
         arguments: more keyword arguments for ``train``; numbers, texts, lists and dicts.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
         on_progress: called a few times a second with rank, steps and progress of a worker.
+        checkpoint_steps: save all there is of the run after so many steps of the first worker.
+        checkpoint_minutes: save it after so many minutes.
+        keep: how many checkpoints are kept.
+        resume: go on from the latest checkpoint in ``out``, or begin where there is none.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
         PeerLost: a rank died, or was stopped for longer than ``limits.dead_s``.
+        Interrupted: a signal told the run to end; with checkpoints, it has made one.
     """
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
@@ -87,6 +112,15 @@ def launch(
     device_of(device, 0)
     size = ranks_for(prototype, workers)
     one_of("transport", transport, TRANSPORTS)
+    losses = Losses(prototype, workers, on_loss, max_restarts)
+    check_real_losses(losses, on_loss, faults, transport)
+    check_faults(faults, Cluster(), size, prototype)
+    saving = Saving(
+        out, steps=checkpoint_steps, minutes=checkpoint_minutes, keep=keep, resume=resume
+    )
+    saving.check_strategy(prototype, size, workers)
+    if saving.on and transport != "shared_memory":
+        raise UsageError(f"transport ({transport}) must be shared_memory for checkpoints")
     common: Message = {
         "train": train if isinstance(train, dict) else refer_to(train),
         "strategy": pack_strategy(prototype),
@@ -95,45 +129,89 @@ def launch(
         "device": device,
         "arguments": plain_json("arguments", dict(arguments or {})),
         "out": None if out is None else str(out),
+        "elastic": losses.goes_on and transport == "shared_memory",
+        "faults": [asdict(fault) for fault in faults],
     }
+    decisive = ("train", "workers", "seed", "device", "arguments")
+    saving.prepare({"strategy": repr(prototype), **{name: common[name] for name in decisive}}, size)
+    common["checkpoints"] = asdict(saving.plan) if saving.plan else None
     book = RunBook(out, on_metric)
+    saving.follow(book)
     told = {"strategy": repr(prototype), "method": common["strategy"]}
     told["spec"] = strategy_spec(prototype)
+    told["on_loss"], told["max_restarts"] = losses.on_loss, max_restarts
     book.write_config({"world": transport, **common, **told, "threads": threads_per_rank(size)})
-    hear = {"metric": book.metric, "progress": on_progress or (lambda record: None)}
+    hear: dict[str, Callable[[Message], None]] = {
+        "metric": book.metric,
+        "event": book.event,
+        "progress": on_progress or (lambda record: None),
+        "saved": lambda record: saving.hear(Saved(**record)),
+    }
     try:
-        returned = run_ranks(
-            refer_to(train_rank),
-            [common] * size,
-            transport=transport,
-            limits=limits,
-            on_message=lambda rank, message: hear[message["kind"]](message["record"]),
-        )
+        with Stop(saving.on) as stop:
+            returned = run_ranks(
+                refer_to(train_rank),
+                [common] * size,
+                transport=transport,
+                limits=limits,
+                on_message=lambda rank, message: hear[message["kind"]](message["record"]),
+                losses=losses if transport == "shared_memory" else None,
+                faults=faults,
+                folder=None if out is None else Path(out),
+                stop=stop,
+                start_s=saving.start_s,
+            )
     finally:
         book.close(ranks=size)
-    summaries = [Summary(**summary) for summary in returned]
-    return book.result(prototype, summaries, workers=workers, began_s=began_s, seed=seed)
+    if STOPPED in returned:
+        raise stop.error(saving.told_of_last())
+    summaries = [Summary(**summary) for summary in returned if summary is not None]
+    return book.result(
+        prototype, summaries, workers=workers, began_s=began_s, seed=seed, **saving.facts()
+    )
 
 
 def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
     """The program of a launched rank."""
-    files = RankFiles(argument["out"], transport.rank)
+    files = RankFiles(argument["out"], transport.rank, goes_on=transport.late)
+    keeper = _keeper_of_rank(argument["checkpoints"], channel)
     seed_user_generators(argument["seed"], transport.rank)
     worker = Worker(
-        MeteredTransport(transport, files.trace),
+        MeteredTransport(transport, files.trace, Hazards(argument["faults"], transport, channel)),
         unpack_strategy(argument["strategy"]),
         workers=argument["workers"],
         seed=argument["seed"],
         device=device_of(argument["device"], transport.rank),
         report=lambda record: channel.send({"kind": "metric", "record": record}),
         on_progress=lambda record: channel.send({"kind": "progress", "record": record}),
+        on_event=lambda record: channel.send({"kind": "event", "record": record}),
+        elastic=argument["elastic"],
+        keeper=keeper,
     )
     try:
         run_worker(worker, find(argument["train"]), argument["arguments"])
-        files.save_answer(worker.model)
+        if worker.leads:
+            files.save_answer(worker.model)
+    except Stopped:
+        return STOPPED
     finally:
         files.close()
     return asdict(Summary.of(worker))
+
+
+def _keeper_of_rank(plan: Message | None, channel: Channel) -> Keeper | None:
+    """Who keeps the state of a launched rank; signals ask for a last checkpoint.
+
+    SIGTERM as well: it may be sent to all processes of a job at once.
+    """
+    if plan is None:
+        return None
+    keeper = Keeper(
+        Plan(**plan), lambda saved: channel.send({"kind": "saved", "record": asdict(saved)})
+    )
+    for number in (ASK, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: keeper.ask_to_stop())
+    return keeper
 
 
 def simulate(
@@ -146,11 +224,17 @@ def simulate(
     as_model: str | None = None,
     faults: Sequence[Fault] = (),
     limits: Limits | None = None,
+    on_loss: str | None = None,
+    max_restarts: int = 0,
     arguments: Mapping[str, Any] | None = None,
     replay: str | PathLike[str] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
     on_progress: OnMetric | None = None,
+    checkpoint_steps: int | None = None,
+    checkpoint_minutes: float | None = None,
+    keep: int = 2,
+    resume: bool = False,
 ) -> Result:
     """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
 
@@ -163,11 +247,14 @@ def simulate(
         as_model: a model of :mod:`paceline.sim.models` whose bytes and times the run has.
         faults: what goes wrong, beside what the cluster says.
         limits: how long workers wait for each other, in virtual time.
+        on_loss: as for :func:`launch`; ``max_restarts`` likewise.
         arguments: more keyword arguments for ``train``.
         replay: the folder of a real run with the same arguments, whose recorded order is followed.
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it comes.
         on_progress: called a few times a second with rank, steps and progress of a worker.
+        checkpoint_steps: as for :func:`launch`; ``keep`` and ``resume`` likewise.
+        checkpoint_minutes: likewise, of virtual time.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank.
@@ -183,10 +270,19 @@ def simulate(
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]
     check_faults(all_faults, place, size, prototype)
+    losses = Losses(prototype, workers, on_loss, max_restarts)
     same = {"workers": workers, "strategy": repr(prototype), "seed": seed}
     same["arguments"] = dict(arguments or {})
     record = _recorded(replay, out, all_faults, same)
+    saving = Saving(
+        out, steps=checkpoint_steps, minutes=checkpoint_minutes, keep=keep, resume=resume
+    )
+    saving.check_strategy(prototype, size, workers)
+    if saving.on and record is not None:
+        raise UsageError("replay must not be used with checkpoints")
+    saving.prepare({**same, "train": _told(train), "cluster": asdict(place)}, size)
     book = RunBook(out, on_metric)
+    saving.follow(book)
     world = World(
         place,
         size,
@@ -194,6 +290,9 @@ def simulate(
         limits=limits or Limits(),
         faults=all_faults,
         homes=[prototype.home(rank, workers) for rank in range(size)],
+        losses=losses,
+        on_event=book.event,
+        start_s=saving.start_s,
     )
     trace = Trace(book.folder.trace if book.folder else None, lambda: world.calendar.now_s)
     summaries: list[Summary] = []
@@ -208,6 +307,9 @@ def simulate(
             costs=world.costs[transport.rank],
             report=book.metric,
             on_progress=on_progress,
+            on_event=book.event,
+            elastic=losses.goes_on,
+            keeper=Keeper(saving.plan, saving.hear) if saving.plan else None,
         )
         try:
             run_worker(worker, train, arguments or {})
@@ -217,7 +319,7 @@ def simulate(
             error.add_note(f"at {worker.comm.now():.6f} s of virtual time")
             raise WorkerFailed.of(worker.rank, error) from None
         summaries.append(Summary.of(worker))
-        if book.folder is not None and worker.rank == 0 and worker.model is not None:
+        if book.folder is not None and worker.leads and worker.model is not None:
             save_tensors(worker.model.state_dict(), book.folder.model)
         metered.close()
 
@@ -230,6 +332,8 @@ def simulate(
             "cluster": asdict(place),
             "as_model": stands_for_note(place.stands_for.model) if place.stands_for else None,
             "faults": [asdict(fault) for fault in faults],
+            "on_loss": losses.on_loss,
+            "max_restarts": max_restarts,
             "replay": None if replay is None else str(replay),
         }
     )
@@ -248,8 +352,7 @@ def simulate(
         wire_bytes=round(world.network.wire_bytes),
         trace_hash=trace_hash,
         as_model=place.stands_for.model if place.stands_for else None,
-        lost_workers=len(world.lost),
-        joined_workers=sum(at_s <= world.calendar.now_s for at_s in world.joined_late.values()),
+        **saving.facts(),
     )
 
 
@@ -327,7 +430,8 @@ def init(
     try:
         yield worker
         worker.finish()
-        files.save_answer(worker.model)
+        if worker.leads:
+            files.save_answer(worker.model)
         transport.close()
     except Served:
         transport.close()
@@ -420,6 +524,21 @@ def device_of(device: str, rank: int) -> str:
     if count == 0:
         raise UsageError(f"device ({device}) needs a GPU that torch can see")
     return f"cuda:{rank % count}" if device == "cuda" else device
+
+
+def check_real_losses(
+    losses: Losses, asked: str | None, faults: Sequence[Fault], transport: str
+) -> None:
+    """Refuse what this transport cannot do with lost ranks, and what links alone can suffer."""
+    wanted = asked == "continue" or losses.max_restarts or faults
+    if transport != "shared_memory" and wanted:
+        raise UsageError(
+            f"transport ({transport}) must be shared_memory to go on without a lost rank, to"
+            " restart one, or to inject faults"
+        )
+    for fault in faults:
+        if fault.kind in LINK_KINDS:
+            raise UsageError(f"{fault.kind}: the processes of one host have no links to harm")
 
 
 def check_faults(faults: Sequence[Fault], place: Cluster, size: int, strategy: Strategy) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.errors import UsageError
+
 _BUFFERED = 4096
 
 Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
@@ -28,11 +30,22 @@ class Trace:
     Args:
         path: the file.
         clock: the time that no later record is before; records that come ahead of it are sorted in.
+        goes_on: whether to write after what is in the file.
     """
 
-    def __init__(self, path: Path | None = None, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        clock: Callable[[], float] | None = None,
+        goes_on: bool = False,
+    ) -> None:
         self._clock = clock
-        self._file: TextIO | None = path.open("w", encoding="utf-8") if path else None
+        self._file: TextIO | None = None
+        if path is not None and goes_on:
+            self._file = path.open("a", encoding="utf-8")
+            self._file.write("\n")  # a line of before may have been cut off
+        elif path is not None:
+            self._file = path.open("w", encoding="utf-8")
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
         self._flush_at = _BUFFERED
@@ -97,17 +110,17 @@ def merge(parts: Sequence[Path], path: Path) -> None:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a trace; a last line cut off by a crash is left out."""
     for _, line in _lines(path):
-        yield json.loads(line)
+        yield _record(path, line)
 
 
 def outline(path: Path, event: str) -> Iterator[dict[str, Any]]:
     """The records of one kind of event, and the first of each rank; sooner than all of them."""
     wanted, seen = f'"event": "{event}"', set[str]()
     for _, line in _lines(path):
-        rank = line[line.index('"rank": ') : line.index(', "event"')]
+        rank = line[line.find('"rank": ') : line.find(', "event"')]
         if wanted in line or rank not in seen:
             seen.add(rank)
-            yield json.loads(line)
+            yield _record(path, line)
 
 
 def _line(record: Record) -> str:
@@ -129,7 +142,22 @@ def _json(value: Any) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[float, str]]:
+    """Each whole line with its time."""
     with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("}\n"):
-                yield float(line[6 : line.index(",")]), line
+        try:
+            for line in file:
+                if line.endswith("}\n"):
+                    yield float(line[6 : line.find(",")]), line
+        except ValueError as error:
+            raise UsageError(f"{path}: not a trace: {error}") from None
+
+
+def _record(path: Path, line: str) -> dict[str, Any]:
+    """The record of a line, which has at least a time, a rank and an event."""
+    try:
+        record = json.loads(line)
+        if isinstance(record["rank"], int) and isinstance(record["event"], str):
+            return dict(record, t=float(record["t"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise UsageError(f"{path}: not a record of a trace: {line[:80].rstrip()}")

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from paceline.errors import PacelineError, WorkerFailed
 from paceline.folder import provenance
 from paceline.options import build
+from paceline.pool import answers, cores, serve
 from paceline.reference import Reference, find, pack_strategy, plain_json, unpack_strategy
 from paceline.results import Result
 from paceline.run import simulate
@@ -147,78 +142,11 @@ def run_trials(
             todo.append(config)
         else:
             take(config, known)
-    for config, told in _made(todo, processes or cores()):
+    for config, told in answers(todo, "paceline.trials", _make, processes or cores()):
         outcome = Outcome.of(json.loads(told))
         book.keep(config, told)
         take(config, outcome)
     return [found[config] for config in configs]
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _made(configs: Sequence[str], processes: int) -> Iterator[tuple[str, str]]:
-    """Each configuration with its outcome, as they are done."""
-    if min(processes, len(configs)) <= 1:
-        for config in configs:
-            yield config, _make(config)
-        return
-    todo: SimpleQueue[str | None] = SimpleQueue()
-    done: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    for job in [*configs, *[None] * processes]:
-        todo.put(job)
-    helpers = [_Helper(todo, done) for _ in range(min(processes, len(configs)))]
-    try:
-        for _ in configs:
-            config, told = done.get()
-            if not told:
-                raise PacelineError("a process that simulates has ended before its time")
-            yield config, told
-    finally:
-        for helper in helpers:
-            helper.end()
-
-
-class _Helper:
-    """A process that makes trials, a line in and a line out, and the thread that feeds it."""
-
-    def __init__(self, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.trials"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        self._thread = threading.Thread(target=self._feed, args=(todo, done))
-        self._thread.start()
-
-    def _feed(self, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]) -> None:
-        """Hand on what is to do, until None comes; an empty answer means that it ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        while (config := todo.get()) is not None:
-            with suppress(OSError):
-                self._process.stdin.write(config + "\n")
-                self._process.stdin.flush()
-            done.put((config, self._process.stdout.readline()))
-
-    def end(self) -> None:
-        """End the process, whatever it is doing."""
-        with suppress(OSError), self._process:
-            self._process.kill()
-            self._thread.join()
-
-
-def _help() -> None:
-    """The program of a helper; what a training function prints goes to standard error."""
-    with open(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        for config in sys.stdin:
-            answers.write(_make(config) + "\n")
-            answers.flush()
 
 
 def _make(config: str) -> str:
@@ -271,4 +199,4 @@ def _without_none(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _help()
+    serve(_make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.checkpoint import load_state, save_state
+from paceline.agreement import check_agreement, facts_of
+from paceline.checkpoint.states import load_state, save_state
+from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
-from paceline.data import DrawnBatch, PacedLoader, Sharing
-from paceline.errors import CommTimeout, PeersGone, UsageError
-from paceline.history import DatedMeter
+from paceline.data import DrawnBatch, PacedLoader, Place, Sharing
+from paceline.errors import CommTimeout, LeftBehind, PeerLost, PeersGone, Served, UsageError
+from paceline.guard import IN_A_ROW
+from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
 from paceline.replica import Replica
@@ -34,10 +38,6 @@ M = TypeVar("M", bound=nn.Module)
 Metric = dict[str, Any]
 HEARTBEAT_S = 0.25
 """How often, at most, a worker tells how far it is."""
-
-
-class Served(BaseException):
-    """Ends a rank that is not a worker, once it has served."""
 
 
 class Worker:
@@ -63,19 +63,27 @@ class Worker:
         costs: Costs | None = None,
         report: Callable[[Metric], None] | None = None,
         on_progress: Callable[[Metric], None] | None = None,
+        on_event: Callable[[Metric], None] | None = None,
+        elastic: bool = False,
+        keeper: Keeper | None = None,
     ) -> None:
         self.rank, self.size, self.seed = transport.rank, workers, seed
         self.strategy = strategy
         self.device = torch.device(device)
-        self.comm = Comm(transport)
+        self.comm = Comm(transport, elastic=elastic)
         self.consensus: float | None = None
         self.epoch_samples: int | None = None
         self._transport, self._costs, self._report = transport, costs, report
         self._on_progress, self._told_s = on_progress, 0.0
+        self._on_event = on_event
         self._pace: Pace | None = None
         self._model: nn.Module | None = None
         self._loaders: dict[int, PacedLoader] = {}
-        self._epochs_to_resume: dict[int, int] = {}
+        self._in_hand: list[tuple[int, int, int]] = []
+        self._places: dict[int, Place] = {}
+        self._tracked: dict[str, Any] = {}
+        self._keeper = keeper
+        self._stepped = False
         self._epochs: int | None = None
         self._epochs_done = 0.0
         self._finished = False
@@ -97,31 +105,78 @@ class Worker:
         self._transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
         alone = self.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
+        self._pace.on_step = self._after_step
+        self._pace.on_return = partial(self.tell, "rejoined")
+        self._pace.rejoin = lambda: self._join(self.strategy.rejoin, replica.flat.x)
         self._model = model
         self.strategy.bind(self.comm, replica, self.size, self.seed)
+        self.strategy.guard.tell = self._tell_of_guard
         if not alone:
-            self._start(replica.flat.x, model)
-        self._pace.account()
+            self._agree(model, replica)
+        if self._keeper is not None:
+            self._keeper.bind(self)
+        if self._keeper is not None and self._keeper.resumes and not self._transport.late:
+            self._go_on(self._keeper, replica.flat.x)
+        elif not alone:
+            try:
+                self._start(replica.flat.x, model)
+            except LeftBehind:
+                self._pace.come_back()
+        self._pace.account_first()
         if self.strategy.defers and not alone:
             _settle_before_reading(model, self.settle)
         self._transport.resume()
         return model, PacedOptimizer(optimizer, self._pace)
 
-    def _start(self, x: Tensor, model: nn.Module) -> None:
-        if self.rank not in self.comm.starters():
-            self.strategy.join(x)
-            return
-        self.strategy.setup(x)
+    def _agree(self, model: nn.Module, replica: Replica) -> None:
+        """Find out whether all that begin together have the same model, method, seed, version."""
+        if not self._transport.late:
+            starters = self._transport.starters()
+            comm = Comm(self._transport.inner.uncharged(), starters, self.comm.elastic)
+            check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
+
+    def _go_on(self, keeper: Keeper, x: Tensor) -> None:
+        """Go on from a checkpoint, instead of a start."""
+        if self.size > 1:
+            with self._transport.free():
+                self.strategy.setup(x)
+        keeper.take_up()
         self._serve_unless_worker(x)
-        self._share_the_rest(model)
+
+    def _start(self, x: Tensor, model: nn.Module) -> None:
+        if not self._transport.late:
+            self.strategy.setup(x)
+            self._serve_unless_worker(x)
+            self._share_the_rest(model)
+        elif self.rank < self.size:
+            self._join(self.strategy.join, x)
+            self._transport.arrived()
+            self.tell("joined")
+        else:
+            facts = self.strategy.succeed(x)
+            self._transport.arrived()
+            self.tell("succeeded", **facts)
+            self._serve_unless_worker(x)
+
+    def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
+        """Take part, for the first time or again, unless the others have come to their end."""
+        others = {*range(self.size)} - {self.rank}
+        while True:
+            try:
+                return join(x)
+            except (PeersGone, PeerLost) as error:
+                if not others.isdisjoint(self.comm.alive()):
+                    raise error from None
+                if not others.isdisjoint(self.comm.left()):
+                    raise Served from None
+                self.comm.await_change(error)  # one that was merely stopped may come back
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
             return
         assert self._pace is not None
-        self._pace.account()
-        note, now = self._pace.history.note, self._transport.now
-        self._transport.meter = DatedMeter(self.meter, lambda sent: note(now(), 0, sent))
+        self._pace.account_first()
+        self._transport.on_sent = self._pace.account
         with suppress(PeersGone):
             self.strategy.serve(x)
         self._pace.account(last=True)
@@ -171,11 +226,14 @@ class Worker:
         if id(loader) not in self._loaders:
             number = len(self._loaders)
             paced = self._loaders[id(loader)] = PacedLoader(loader, self, data, number)
-            paced.epoch = self._epochs_to_resume.get(number, 0)
+            if number in self._places:
+                paced.go_on(self._places[number], self.catching_up)
         return self._loaders[id(loader)]
 
     def batch_arrived(self, batch: DrawnBatch, asked_s: float) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
+        if self.catching_up:
+            return
         transport, costs, training = self._transport, self._costs, torch.is_grad_enabled()
         if costs is not None:
             transport.compute(costs.loading_s(batch.samples, transport.now()))
@@ -188,6 +246,10 @@ class Worker:
         transport.note("batch", **facts)
         if self._pace is not None:
             self._pace.io_s += load_s
+        if batch.queue is not None:
+            self._in_hand.append((batch.queue, batch.epoch, batch.number))
+            if not training:
+                self.used_batches()
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
             self._epochs_done = max(self._epochs_done, batch.epochs_done)
@@ -195,7 +257,39 @@ class Worker:
                 self._tell_progress(self._on_progress)
         transport.resume()
 
+    def _after_step(self) -> None:
+        self.used_batches()
+        if self._keeper is not None:
+            self._stepped = True
+            if not any(loader.under_way for loader in self._loaders.values()):
+                self.between_batches()
+
+    def between_batches(self) -> None:
+        """Hear that the loop's body is through; after a step, a checkpoint may be due."""
+        if self._keeper is not None and self._stepped:
+            self._stepped = False
+            self._keeper.after_step()
+
+    def used_batches(self) -> None:
+        """Say that all batches so far have been made use of: nobody has to take them again."""
+        for batch in self._in_hand:
+            self.comm.done_with(*batch)
+        self._in_hand.clear()
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        """Draw the number of the next batch; see :meth:`Comm.ticket`."""
+        while True:
+            try:
+                return self.comm.ticket(queue, epoch)
+            except LeftBehind:
+                self._running().keep_up(self._transport.alive)
+
     # While training ------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the workers that are left: the one that logs and saves."""
+        return self.rank == 0 or self.comm.lost().issuperset(range(self.rank))
 
     @property
     def progress(self) -> float:
@@ -213,6 +307,30 @@ class Worker:
             self._told_s = now_s
             share = self.progress if self._epochs else None
             tell({"rank": self.rank, "steps": self._pace.steps, "progress": share})
+
+    @property
+    def steps(self) -> int:
+        """The steps that this worker has made, those before a checkpoint included."""
+        return self._running().steps
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether ``train`` is still before the checkpoint that the run goes on from.
+
+        Steps are not made then, and what is logged is not recorded again.
+        """
+        return self._pace is not None and self._pace.on_skip is not None
+
+    def track(self, **objects: Any) -> None:
+        """Have checkpoints hold the state of more objects: schedulers, gradient scalers.
+
+        Each has ``state_dict`` and ``load_state_dict``.
+        """
+        for name, thing in objects.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(thing, method, None)):
+                    raise UsageError(f"{name} ({type(thing).__name__}) must have {method}()")
+            self._tracked[name] = thing
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -249,7 +367,9 @@ class Worker:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         pace.settle()
         x = pace.replica.flat.x
-        answer = x if pace.alone else self.strategy.answer(x)
+        alone = pace.alone or self.catching_up
+        answer = None if alone else pace.keep_up(lambda: self.strategy.answer(x), again=True)
+        answer = x if answer is None else answer
         replica = None if answer is x else x.clone()
         if replica is not None:
             x.copy_(answer)
@@ -264,6 +384,8 @@ class Worker:
 
     def log(self, **metrics: Any) -> None:
         """Record numbers under their names; ``loss`` and ``accuracy`` become the run's."""
+        if self.catching_up:
+            return
         pace = self._pace
         record: Metric = {
             "t": self._transport.now(),
@@ -276,6 +398,23 @@ class Worker:
         if self._report is not None:
             self._report(record)
 
+    def tell(self, event: str, **facts: Any) -> None:
+        """Have something that happened to this rank written into the run's record."""
+        if self._on_event is not None:
+            self._on_event({"t": self._transport.now(), "event": event, "rank": self.rank, **facts})
+
+    def _tell_of_guard(self, event: str, **facts: Any) -> None:
+        if event == "set_aside":
+            why = f"{IN_A_ROW} of its updates in a row were dropped ({facts['what']})"
+            told = f"paceline: rank {facts['sender']} is set aside: {why}"
+            print(told, file=sys.stderr, flush=True)
+        self.tell(event, **facts)
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether this worker's updates count for nothing any more: its loaders have ended."""
+        return self._pace is not None and self.rank in self.strategy.guard.aside
+
     # Ending --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -284,12 +423,14 @@ class Worker:
         if pace is None or self._finished:
             return
         self._finished = True
+        self.catch_up()
+        self._transport.retire()
         pace.settle()
         x = pace.replica.flat.x
         if not pace.alone:
             before = x.clone()
-            self.strategy.finish(x)
-            self.consensus = self._consensus_distance(before)
+            pace.keep_up(lambda: self.strategy.finish(x), again=True)
+            self.consensus = pace.keep_up(lambda: self._consensus_distance(before), again=True)
         pace.account(last=True)
         pace.paused = "after worker.finish"
         self._transport.note("finish")
@@ -302,46 +443,111 @@ class Worker:
         except CommTimeout:
             return None
         norm = float(mean.double().norm())
-        return math.sqrt(float(square) / count) / norm if norm else 0.0
+        distance = math.sqrt(float(square) / count) / norm if norm else 0.0
+        return distance if math.isfinite(distance) else None
 
     def save(self, folder: str | Path) -> None:
-        """Write the state of this worker: call it on every worker, between two epochs.
+        """Write the state of this worker: call it on every worker, after the same step.
 
-        Parameters, optimizer and strategy, and how many epochs each loader has begun.
+        Parameters, optimizer, strategy, what :meth:`track` was given, random generators, and how
+        far each loader is. ``pl.launch(checkpoint_steps=...)`` does all that by itself.
         """
         pace = self._running()
+        if self.catching_up:
+            return
         if not pace.alone and not self.strategy.resumable:
             raise UsageError(
                 f"{type(self.strategy).__name__} cannot be saved: part of its state is on the way,"
-                " or on ranks that are no workers; save the answer instead"
+                " or on ranks that are no workers; use pl.launch(checkpoint_steps=...)"
             )
         pace.settle()
+        self._transport.resume()
         state = {
-            "model": self._model.state_dict() if self._model else {},
-            "optimizer": pace.replica.optimizer.state_dict(),
+            **self.own_state(),
             "strategy": self.strategy.state_dict(),
+            "generators": read_generators(self.device),
             "steps": pace.steps,
             "samples": pace.samples,
-            "epochs": [loader.epoch for loader in self._loaders.values()],
         }
         save_state(Path(folder), f"rank{self.rank}", state)
-        self._transport.resume()
 
     def load(self, folder: str | Path) -> None:
         """Take up what :meth:`save` wrote on this rank; after ``setup``.
 
-        Loaders go on with the epoch that comes next; ``loader.epoch`` is its number.
+        Loaders go on behind the last batch; ``loader.epoch`` is the epoch that comes next, or that
+        is under way.
         """
         pace = self._running()
+        if self.catching_up:
+            return
         state = load_state(Path(folder), f"rank{self.rank}")
-        assert self._model is not None
-        self._model.load_state_dict(state["model"])
-        pace.replica.optimizer.load_state_dict(state["optimizer"])
+        self.go_on_from([Place(*place) for place in state["loaders"]], state["epochs_done"])
+        self.load_own_state(state)
         self.strategy.load_state_dict(state["strategy"])
         pace.steps, pace.samples = state["steps"], state["samples"]
-        self._epochs_to_resume = dict(enumerate(state["epochs"]))
+        write_generators(state["generators"], self.device)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Load weights into the model; call it on every worker, after ``setup``.
+
+        Args:
+            path: a safetensors file of a module's state dict, plain, wrapped in
+                DistributedDataParallel or compiled; or the folder of a checkpoint.
+        """
+        self._running()
+        assert self._model is not None
+        try:
+            self._model.load_state_dict(read_weights(Path(path)))
+        except RuntimeError as error:
+            raise UsageError(f"weights ({path}) must fit the model: {error}") from None
+
+    # For checkpoints -----------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the user's objects on this worker."""
+        assert self._model is not None
+        return {
+            "model": self._model.state_dict(),
+            "optimizer": self._running().replica.optimizer.state_dict(),
+            "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
+            "loaders": [tuple(loader.place) for loader in self._loaders.values()],
+            "epochs_done": self._epochs_done,
+        }
+
+    def check_places(self) -> None:
+        """Refuse a place in the data that nobody can go on from."""
+        loaders = self._loaders.values()
+        if any(loader.under_way for loader in loaders):
+            return
+        if any(loader.sharing == "queue" and loader.epoch for loader in loaders):
+            raise UsageError(
+                "a checkpoint needs steps to be made inside the loop over a loader whose batches"
+                ' come from a queue; or share them out: setup_dataloaders(loader, data="static")'
+            )
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Put the user's objects into the state that :meth:`own_state` gave."""
+        assert self._model is not None
+        replica = self._running().replica
+        self._model.load_state_dict(state["model"])
+        replica.optimizer.load_state_dict(state["optimizer"])
+        replica.optimizer.zero_grad()
+        for name, thing in self._tracked.items():
+            if name not in state["tracked"]:
+                raise UsageError(f"the checkpoint has no {name} that worker.track was given")
+            thing.load_state_dict(state["tracked"][name])
+
+    def go_on_from(self, places: list[Place], epochs_done: float) -> None:
+        """Have the loaders, those that are here and those to come, go on from these places."""
+        self._places, self._epochs_done = dict(enumerate(places)), epochs_done
         for number, loader in enumerate(self._loaders.values()):
-            loader.epoch = self._epochs_to_resume.get(number, 0)
+            if number in self._places:
+                loader.go_on(self._places[number], self.catching_up)
+
+    def catch_up(self) -> None:
+        """Be where the checkpoint was made that the run goes on from, if there is one."""
+        if self._keeper is not None:
+            self._keeper.catch_up()
 
     # For the run ---------------------------------------------------------------------------------
 
@@ -349,6 +555,11 @@ class Worker:
     def pace(self) -> Pace | None:
         """The stepping of this worker; None before :meth:`setup`."""
         return self._pace
+
+    @property
+    def transport(self) -> MeteredTransport:
+        """The world of this rank."""
+        return self._transport
 
     @property
     def model(self) -> nn.Module | None:

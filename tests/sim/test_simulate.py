@@ -185,13 +185,15 @@ def test_faults_leave_the_order_of_the_data_alone(tmp_path):
 
 
 def test_a_worker_joins_when_it_is_told():
-    """At the level of the contract: others see it from then on."""
+    """At the level of the contract: others see it once it has said that it has a state."""
     from support.worlds import run_program
 
     def program(transport, channel, argument):
         comm = Comm(transport)
         if comm.rank == 2:
             joined_s = comm.now()
+            comm.compute(1.0)
+            transport.arrived()
             comm.compute(2.0)
             return joined_s
         seen = []
@@ -202,7 +204,7 @@ def test_a_worker_joins_when_it_is_told():
 
     outcome = run_program("simulated", program, 3, faults=[pl.join(rank=2).at(seconds=1.2)])
     assert outcome.values[2] == 1.2
-    assert outcome.values[0] == [(0, 1)] * 3 + [(0, 1, 2)]
+    assert outcome.values[0] == [(0, 1)] * 5 + [(0, 1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -23,4 +23,8 @@ RESULT_KEYS = [
     "as_model",
     "lost_workers",
     "joined_workers",
+    "dropped_updates",
+    "checkpoint",
+    "checkpoint_error",
+    "resumed_at",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import pickle
 import select
 import signal
 import socket
@@ -20,6 +22,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
+from paceline import agreement
 from paceline.strategies.allreduce import AllReduce
 
 # Trainings ---------------------------------------------------------------------------------------
@@ -46,6 +49,47 @@ def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
             worker.log(loss=loss)
 
 
+def train_through_losses(
+    worker: pl.Worker,
+    samples: int = 240,
+    epochs: int = 2,
+    until_life: int = 0,
+    whose: int = 1,
+    until_lost: bool = False,
+    pids: str | None = None,
+) -> None:
+    """Log who took which samples; go on, if asked to, until a rank is lost, or has come again.
+
+    With a folder for ``pids``, rank 0 kills the first rank that is no worker at its fourth step.
+    """
+    if pids is not None:
+        Path(pids, str(worker.rank)).write_text(str(os.getpid()))
+    net = new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01, momentum=0.9))
+    data = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 6, generator=data)
+    loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
+    batches = worker.setup_dataloaders(loader)
+    epoch = steps = 0
+    while (
+        epoch < epochs
+        or worker.comm.life(whose) < until_life
+        or (until_lost and whose not in worker.comm.lost())
+    ):
+        for numbers, inputs in batches:
+            sgd.zero_grad()
+            net(inputs).square().mean().backward()
+            sgd.step()
+            worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
+            steps += 1
+            if pids is not None and worker.rank == 0 and steps == 4:
+                os.kill(int(Path(pids, str(worker.size)).read_text()), signal.SIGKILL)
+        epoch += 1
+    worker.finish()
+    answer = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    worker.log(answer=answer.numpy().tobytes().hex())
+
+
 def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
     """What a launcher that only sets the standard variables makes of a script with ``init``."""
     os.environ |= {
@@ -57,6 +101,68 @@ def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any])
     }
     with pl.init(seed=argument["seed"], rank_order=True, out=argument["out"]) as worker:
         train(worker)
+
+
+def by_environment(transport: Any, argument: dict[str, Any]) -> None:
+    """Make this rank one that another launcher has started; ``port`` is where they meet."""
+    os.environ |= {
+        "RANK": str(transport.rank),
+        "WORLD_SIZE": str(transport.size),
+        "MASTER_PORT": str(argument["port"]),
+    }
+
+
+def differ_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
+    """Ranks whose seeds or versions may differ, each as its own argument says."""
+    by_environment(transport, argument)
+    agreement.__version__ = argument["version"]
+    with pl.init(seed=argument["seed"]) as worker:
+        set_up(worker)
+
+
+def unpickled_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
+    """Everything from meeting the others to the end, with nothing that could read a pickle."""
+    by_environment(transport, argument)
+    forbid_pickle()
+    with pl.init(strategy=argument["strategy"]) as worker:
+        train(worker)
+
+
+def train_unpickled(worker: pl.Worker) -> None:
+    forbid_pickle()
+    train(worker)
+
+
+def forbid_pickle() -> None:
+    """Have every way to write or read a pickle raise, in this process."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something is pickled")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        setattr(pickle, name, refuse)
+        setattr(pickle, f"_{name}", refuse)
+
+
+def sockets_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> list[Any]:
+    by_environment(transport, argument)
+    told: list[Any] = []
+    with pl.init(on_metric=told.append) as worker:
+        log_sockets(worker)
+    return told
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def train_with_wrong_clock(worker: pl.Worker) -> None:
+    """Whatever asks the wall's clock is an hour late, then early, then late again."""
+    right, shifts = time.time, itertools.cycle([3600.0, -3600.0])
+    time.time = lambda: right() + next(shifts)  # type: ignore[assignment]
+    train(worker)
 
 
 def step(net: nn.Module, sgd: Any) -> None:

@@ -220,7 +220,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(paceline, runs, tmp_path):
         "nowhere": "it has no trace.jsonl",
         "empty": "it has no trace.jsonl",
         "broken": "its trace has no durations: it is of an older version",
-        "other": "its trace cannot be read: ValueError",
+        "other": "its trace cannot be read: UsageError: other/trace.jsonl: not a trace",
         "stepless": "no worker has made a step in its trace.jsonl",
     }.items():
         done = paceline("timeline", name, code=2)

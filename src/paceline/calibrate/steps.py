@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from paceline.calibrate.clock import OwnTime
 from paceline.comm.base import Transport
 from paceline.comm.metered import MeteredTransport
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import PeerLost, Served, UsageError
 from paceline.parcel import Parcel
 from paceline.processes import Channel, Message, run_ranks
 from paceline.reference import Reference, find, refer_to
@@ -29,7 +29,7 @@ from paceline.strategies.decentralised import average
 from paceline.strategies.downpour import Downpour
 from paceline.strategies.served import Request
 from paceline.trace import Trace
-from paceline.worker import Served, Worker
+from paceline.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -15,6 +15,8 @@ from paceline.cli.options import (
     Device,
     Output,
     Repeats,
+    Risks,
+    Saves,
     StrategySpec,
     Training,
     TransportName,
@@ -24,14 +26,16 @@ from paceline.cli.options import (
 )
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
-from paceline.cli.train import Job, replay_run
+from paceline.cli.train import Job, join_run, replay_run
 from paceline.errors import UsageError
 from paceline.options import at_least
 from paceline.seeds import check_seed
-from paceline.sim.cluster import PRESETS, load_cluster, read_faults
-from paceline.sim.faults import EXAMPLE, parse_fault
+from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.sim.models import as_model as with_model
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
+
+if TYPE_CHECKING:
+    from paceline.results import Result
 
 CLUSTER = "ethernet-10g"
 BESIDE_REPLAY = ("replay", "cluster", "as_model", "out", "json", "quiet", "verbose")
@@ -68,23 +72,38 @@ def root(
 @command(app, epilog=_STRATEGIES)
 def run(
     training: Training,
+    risks: Risks,
+    saves: Saves,
+    context: typer.Context,
     strategy: StrategySpec = "allreduce",
     workers: Annotated[
         int | None, Option("--workers", "-w", help="How many workers. [default: 2]")
     ] = None,
     transport: TransportName = None,
     device: Device = "cpu",
+    join: Annotated[
+        Path | None,
+        Option("--join", metavar="RUN", help="Have a worker join the run that writes this folder."),
+    ] = None,
 ) -> None:
     """Train in real processes, of this machine or a launcher."""
-    job, screen = _job(training, strategy), training.screen()
-    result = job.run(screen, workers, transport, device)
+    if join is not None:
+        refuse_beside(context, "--join", ("join", "json", "quiet", "verbose"))
+        join_run(training.screen(), join)
+        return
+    job, screen = _job(training, strategy, saves), training.screen()
+    policy = {**risks.policy(), **saves.policy()}
+    result = job.run(screen, workers, transport, device, risks.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
+        _fail_if_not_saved(result)
 
 
 @command(app, epilog=_CLUSTERS)
 def sim(
     training: Training,
+    risks: Risks,
+    saves: Saves,
     context: typer.Context,
     strategy: StrategySpec = "allreduce",
     workers: Workers = 8,
@@ -92,13 +111,6 @@ def sim(
         str, Option("--cluster", "-c", help="A named cluster, or a TOML file.")
     ] = CLUSTER,
     as_model: AsModel = None,
-    fault: Annotated[
-        list[str] | None,
-        Option("--fault", help=f'What goes wrong: "{EXAMPLE}"; may be repeated.'),
-    ] = None,
-    faults: Annotated[
-        Path | None, Option("--faults", help="The same as a TOML file of [[faults]].")
-    ] = None,
     replay: Annotated[
         Path | None,
         Option("--replay", metavar="RUN", help="Follow the recorded order of a real run's folder."),
@@ -106,20 +118,28 @@ def sim(
 ) -> None:
     """Train in virtual time, on a simulated cluster."""
     screen, place = training.screen(), with_model(load_cluster(cluster), as_model)
-    script = [parse_fault(text) for text in fault or ()]
-    if faults is not None:
-        script += read_faults(faults)
+    script = risks.script()
     if replay is not None:
         refuse_beside(context, "--replay", BESIDE_REPLAY)
         replay_run(screen, replay, place, training.out)
         return
-    job = _job(training, strategy)
+    job = _job(training, strategy, saves)
     place.check_faults([*place.faults, *script], len(job.strategy.roles(workers)))
-    result = job.simulate(screen, workers, place, faults=script)
+    policy = {**risks.policy(), **saves.policy()}
+    result = job.simulate(screen, workers, place, faults=script, policy=policy)
     show_result(screen, result, job.task.name, place.name)
+    _fail_if_not_saved(result)
 
 
-def _job(training: Training, strategy: str) -> Job:
+def _fail_if_not_saved(result: Result) -> None:
+    """End with 1 when the last checkpoint that was due could not be made."""
+    if result.checkpoint_error is not None:
+        raise typer.Exit(1)
+
+
+def _job(training: Training, strategy: str, saves: Saves) -> Job:
+    if saves.resume and training.out is None:
+        raise UsageError("--resume needs --out, the folder of the run to go on with")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
     return Job(task=task, strategy=method, seed=training.seed, out=training.out)
@@ -182,6 +202,30 @@ def compare(
     comparison.run(screen)
     comparison.show(screen)
     screen.emit({"rows": comparison.rows, "report": str(comparison.report)})
+
+
+@command(app)
+def drill(
+    output: Output,
+    cases: Annotated[
+        list[str] | None,
+        Argument(metavar="[CASE]...", help="Which faults. [default: all]", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        Option("--strategy", "-s", help="Methods; may be repeated. [default: those it aims at]"),
+    ] = None,
+    full: Annotated[bool, Option("--full", help="With all methods; takes an hour.")] = False,
+    seeds: Annotated[int, Option("--seeds", help="How many runs of each fault.")] = 1,
+    simulated: Annotated[
+        bool, Option("--sim", help="In virtual time, those cases that can be.")
+    ] = False,
+) -> None:
+    """Kill, freeze and disturb real runs on purpose, and say what came of it."""
+    from paceline.cli import drill as d
+
+    at_least("seeds", seeds, 1)
+    d.drill(output.screen(), d.choose(cases or [], strategy or [], full), simulated, seeds)
 
 
 @command(app)
@@ -296,6 +340,33 @@ def papers(
     choice = p.Choice(name=name, seed=seed, full=full, data=data, rates=rates, out=out)
     act = p.list_claims if list_ else p.sweep_rates if sweep else p.try_claims
     act(output.screen(), choice)
+
+
+@command(app)
+def faulttest(
+    output: Output,
+    context: typer.Context,
+    method: Annotated[
+        list[str] | None, Option("--method", "-m", help="Of these methods. [default: all]")
+    ] = None,
+    seeds: Annotated[int, Option("--seeds", help="How many seeds of each.")] = 200,
+    seed: Annotated[int, Option("--seed", help="The first of them.")] = 0,
+    replay: Annotated[
+        str | None, Option("--replay", metavar="SCHEDULE", help="Run this one, as it was printed.")
+    ] = None,
+    corpus: Annotated[
+        Path | None, Option("--corpus", metavar="FILE", help="Run those of a file, one a line.")
+    ] = None,
+) -> None:
+    """Break simulated runs at random, and look whether the laws of every method still hold."""
+    from paceline.cli import faulttest as f
+
+    if replay is not None or corpus is not None:
+        chosen = "--replay" if replay is not None else "--corpus"
+        refuse_beside(context, chosen, (chosen[2:], "json", "quiet", "verbose"))
+        f.replay(output.screen(), [replay] if replay else f.schedules_in(corpus or Path()))
+        return
+    f.show_campaign(output.screen(), method or [], seeds, seed)
 
 
 @command(app)

@@ -10,7 +10,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from typer import Argument, Option
 
 from paceline.cli.screen import Screen
 from paceline.errors import PacelineError, UsageError
+from paceline.sim.cluster import read_faults
+from paceline.sim.faults import EXAMPLE, Fault, parse_fault
 from paceline.sim.models import MODELS
 
 StrategySpec = Annotated[
@@ -43,6 +45,14 @@ AsModel = Annotated[
         "--as-model",
         metavar="NAME",
         help=f"Bytes and step times of another model: {', '.join(MODELS)}.",
+    ),
+]
+Script = Annotated[
+    Path | None,
+    Argument(
+        metavar="SCRIPT",
+        help="Python file that defines train(worker); without one, the built-in task.",
+        show_default=False,
     ),
 ]
 Repeats = Annotated[int, Option("--repeats", help="How often each thing is timed.")]
@@ -69,14 +79,7 @@ class Output:
 class Training(Output):
     """What is trained, and how it is written down."""
 
-    script: Annotated[
-        Path | None,
-        Argument(
-            metavar="SCRIPT",
-            help="Python file that defines train(worker); without one, the built-in task.",
-            show_default=False,
-        ),
-    ] = None
+    script: Script = None
     settings: Annotated[
         list[str],
         Option("--set", metavar="NAME=VALUE", help="An option of the strategy; may be repeated."),
@@ -112,17 +115,64 @@ class Training(Output):
 
 
 @dataclass(kw_only=True)
+class Risks:
+    """What goes wrong, and what comes of it."""
+
+    fault: Annotated[
+        list[str],
+        Option("--fault", help=f'What goes wrong: "{EXAMPLE}"; may be repeated.'),
+    ] = field(default_factory=list)
+    faults: Annotated[
+        Path | None, Option("--faults", help="The same as a TOML file of [[faults]].")
+    ] = None
+    on_loss: Annotated[
+        str | None,
+        Option(
+            "--on-loss",
+            help="continue without a lost worker, or stop. [default: synchronous methods stop]",
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int, Option("--max-restarts", help="How many lost workers are started again.")
+    ] = 0
+
+    def script(self) -> list[Fault]:
+        """All that is to go wrong."""
+        told = [parse_fault(text) for text in self.fault]
+        return told if self.faults is None else [*told, *read_faults(self.faults)]
+
+    def policy(self) -> dict[str, Any]:
+        """What comes of a loss, for those who start a run."""
+        return {"on_loss": self.on_loss, "max_restarts": self.max_restarts}
+
+
+@dataclass(kw_only=True)
+class Saves:
+    """When a run is saved, and whether it goes on from where it was."""
+
+    checkpoint_steps: Annotated[
+        int | None,
+        Option("--checkpoint-steps", help="Save the whole run after so many steps of a worker."),
+    ] = None
+    checkpoint_minutes: Annotated[
+        float | None, Option("--checkpoint-minutes", help="Save it after so many minutes.")
+    ] = None
+    keep: Annotated[int, Option("--keep", help="How many checkpoints are kept.")] = 2
+    resume: Annotated[
+        bool,
+        Option("--resume", help="Go on from the latest checkpoint in --out, where there is one."),
+    ] = False
+
+    def policy(self) -> dict[str, Any]:
+        """The same for those who start a run."""
+        return vars(self)
+
+
+@dataclass(kw_only=True)
 class Calibrating(Output):
     """What is calibrated, how thoroughly, and where to."""
 
-    script: Annotated[
-        Path | None,
-        Argument(
-            metavar="SCRIPT",
-            help="Python file that defines train(worker); without one, the built-in task.",
-            show_default=False,
-        ),
-    ] = None
+    script: Script = None
     seed: Annotated[int, Option("--seed", help="Of everything random in the runs.")] = 0
     steps: Annotated[
         int | None, Option("--steps", help="End after so many steps a worker. [built-in: 100]")
@@ -168,30 +218,33 @@ def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], 
 
     def register(body: Callable[..., None]) -> None:
         hints = get_type_hints(body, include_extras=True)
-        name = next(name for name, hint in hints.items() if is_dataclass(hint))
-        shared: Any = hints[name]
+        shared: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
         @functools.wraps(body)
         def run(**given: Any) -> None:
-            output = shared(**{f.name: given.pop(f.name) for f in fields(shared)})
+            made = {
+                name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+                for name, kind in shared.items()
+            }
+            output = next(each for each in made.values() if isinstance(each, Output))
             with errors_as_exit_codes(output):
-                body(**{name: output}, **given)
+                body(**made, **given)
 
-        _show_options(run, body, hints, name)
+        _show_options(run, body, hints, shared)
         group.command(**more)(run)
 
     return register
 
 
-def _show_options(run: Any, body: Any, hints: dict[str, Any], name: str) -> None:
-    """Give ``run`` the parameters of ``body``, with the fields of its dataclass instead of it."""
-    own = [p for p in inspect.signature(body).parameters.values() if p.name != name]
-    shared_hints = get_type_hints(hints[name], include_extras=True)
+def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[str, Any]) -> None:
+    """Give ``run`` the parameters of ``body``, with the fields of its dataclasses instead."""
+    own = [p for p in inspect.signature(body).parameters.values() if p.name not in shared]
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(annotation=hints[p.name], kind=kind) for p in own]
-    for f in sorted(fields(hints[name]), key=lambda f: f.name in Output.__dataclass_fields__):
+    every = [(each, f) for each in [*shared.values()][::-1] for f in fields(each)]
+    for each, f in sorted(every, key=lambda e: e[1].name in Output.__dataclass_fields__):
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        hint = shared_hints[f.name]
+        hint = get_type_hints(each, include_extras=True)[f.name]
         parameters.append(inspect.Parameter(f.name, kind, default=default, annotation=hint))
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -203,8 +256,8 @@ def errors_as_exit_codes(output: Output) -> Iterator[None]:
     warnings.showwarning = _show_warning
     try:
         yield
-    except KeyboardInterrupt:
-        print("paceline: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["paceline: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         raise typer.Exit(130) from None
     except PacelineError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
-from paceline.errors import UsageError, WorkerFailed
+from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.folder import MODEL, RecordedRun, largest_difference
 from paceline.launched import launched_rank_and_size
 from paceline.options import one_of
@@ -36,7 +36,13 @@ class Job:
     out: Path | None
 
     def run(
-        self, screen: Screen, workers: int | None, transport: str | None, device: str
+        self,
+        screen: Screen,
+        workers: int | None,
+        transport: str | None,
+        device: str,
+        faults: Sequence[Fault] = (),
+        policy: Mapping[str, Any] | None = None,
     ) -> Result | None:
         """Run in real processes: those of a launcher, of which this is one, or some of our own.
 
@@ -49,6 +55,7 @@ class Job:
         one_of("transport", chosen, TRANSPORTS)
         check_device(device)
         if world > 1:
+            _refuse_checkpoints(policy or {})
             return self._attend(screen, workers, device)
         folder = choose_out(self.out, f"{strategy_name(self.strategy)}-{count}")
         Nursery.warm_up()
@@ -60,9 +67,11 @@ class Job:
                 workers=count,
                 transport=chosen,
                 device=device,
+                faults=faults,
                 out=folder,
                 on_progress=watch.progress,
                 **self._common(watch),
+                **(policy or {}),
             )
 
     def _attend(self, screen: Screen, workers: int | None, device: str) -> Result | None:
@@ -82,6 +91,7 @@ class Job:
         cluster: Cluster,
         replay: Path | None = None,
         faults: Sequence[Fault] = (),
+        policy: Mapping[str, Any] | None = None,
     ) -> Result:
         """Run on a simulated cluster, in an order of its own or that of a recorded run."""
         check_virtual_workers(workers)
@@ -104,6 +114,7 @@ class Job:
                 out=folder,
                 on_progress=watch.progress,
                 **self._common(watch),
+                **(policy or {}),
             )
 
     def _watched(self, screen: Screen) -> AbstractContextManager[Watch]:
@@ -116,6 +127,17 @@ class Job:
             "arguments": self.task.arguments,
             "on_metric": watch.metric,
         }
+
+
+def join_run(screen: Screen, folder: Path) -> None:
+    """Have a worker join a run that goes on."""
+    from paceline.control import ask
+
+    told = ask(folder, {"ask": "join"})
+    if "error" in told:
+        raise PacelineError(f"the run in {folder} takes no worker in: {told['error']}")
+    screen.show(f"Worker {told['rank']} joins the run in {folder}.")
+    screen.emit(told)
 
 
 def replay_run(screen: Screen, path: Path, cluster: Cluster, out: Path | None) -> None:
@@ -148,6 +170,15 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
             f" ({world}, {threads} thread{'s' if threads != 1 else ''} a rank)"
         )
     return Replayed(str(run.path), same, verdict)
+
+
+def _refuse_checkpoints(policy: Mapping[str, Any]) -> None:
+    for name in ("checkpoint_steps", "checkpoint_minutes", "resume"):
+        if policy.get(name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} must not be given under a launcher: train can call worker.save there"
+            )
 
 
 def default_transport() -> str:

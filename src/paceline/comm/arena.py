@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import MessageMismatch, UsageError
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 RANGE_BYTES = 1 << 40
 """The part of the sparse file that belongs to one rank."""
+MAX_MAPPINGS = 4096
+"""How many pieces of the memory are kept mapped; the kernel allows some 65,000 of a process."""
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 0x7FFFFFFF
@@ -35,11 +37,13 @@ class Arena:
     Args:
         fd: the memfd, inherited from the launcher.
         owner: whose range :meth:`take` allocates from; 0 is the control area's.
+        start: which process of the owner this is. Two that follow each other use different
+            quarters of the range, since peers may still read what the earlier one has left.
     """
 
-    def __init__(self, fd: int, owner: int) -> None:
-        self._fd = fd
-        self._next = owner * RANGE_BYTES
+    def __init__(self, fd: int, owner: int, start: int = 0) -> None:
+        self._fd, self._first = fd, owner * RANGE_BYTES
+        self._next = self._first + start % 2 * RANGE_BYTES // 4
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
         self._own: list[tuple[int, int, int]] = []
 
@@ -61,11 +65,19 @@ class Arena:
         self._next += _pages(max(nbytes, 1))
         return start
 
+    def window(self, buffer: int, nbytes: int, kept: bool) -> int:
+        """The place of a buffer of one of this rank's windows; a successor finds the same."""
+        return self._first + (2 + kept) * RANGE_BYTES // 4 + buffer * _pages(nbytes)
+
     def map(self, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
         """The memory of ``nbytes`` at ``start``: a mapping, and where in it they begin."""
         first = start - start % PAGE
         key = (first, _pages(start - first + max(nbytes, 1)))
         if key not in self._mapped:
+            if first < 0 or first + key[1] > os.fstat(self._fd).st_size:
+                raise MessageMismatch(f"{nbytes} bytes at {start} must lie in the shared memory")
+            if len(self._mapped) >= MAX_MAPPINGS:  # whoever still uses the oldest one keeps it
+                del self._mapped[next(iter(self._mapped))]
             self._mapped[key] = mmap.mmap(self._fd, key[1], mmap.MAP_SHARED, offset=first)
         return self._mapped[key], start - first
 
@@ -85,7 +97,7 @@ class Arena:
         """A zeroed vector of this rank's own that others can map."""
         nbytes = numel * dtype.itemsize
         start = self.take(nbytes)
-        vector = self.tensor(start, numel, dtype)
+        vector = self.tensor(start, numel, dtype).zero_()  # an earlier process may have used it
         self._own.append((vector.data_ptr(), nbytes, start))
         return vector
 
@@ -96,6 +108,17 @@ class Arena:
             if first <= address and address + nbytes <= first + room:
                 return start + address - first
         return None
+
+
+def lies_with(owner: int, start: int, nbytes: int) -> bool:
+    """Whether so many bytes from ``start`` on are in the range of ``owner``."""
+    first = owner * RANGE_BYTES
+    return first <= start and start + nbytes <= first + RANGE_BYTES
+
+
+def map_control(fd: int, nbytes: int) -> mmap.mmap:
+    """The words at the beginning of the memory, which belong to no rank."""
+    return mmap.mmap(fd, _pages(nbytes), mmap.MAP_SHARED)
 
 
 class Words:

@@ -8,18 +8,22 @@ primitives of a :class:`Transport`; a transport is one of the worlds that a run 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from paceline.comm.ranks import Others, everyone, ranks
+from paceline.comm.ranks import Gone, Others, Ranks, everyone, ranks
 from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Factor = Callable[[int], float]
+T = TypeVar("T")
 
+CHANGE_S = 30.0
+"""How long a rank that finds all others lost waits for one of them to come back."""
 MAILBOX_CAPACITY = 2
 """How many posted messages of one sender a mailbox holds before ``post`` answers False."""
 
@@ -56,6 +60,20 @@ class Work(ABC):
         """Wait for the end; of an all-reduce, return the sum of the weights."""
 
 
+class Call(NamedTuple):
+    """A call to a meeting.
+
+    Attributes:
+        number: of the call, from 1; 0: none was made.
+        step: after which step of its own a worker comes, or after the first one past it.
+        stop: whether the run ends there.
+    """
+
+    number: int = 0
+    step: int = 0
+    stop: bool = False
+
+
 class Transport(ABC):
     """The primitives of one world, seen from one rank; ranks here are those of the whole world."""
 
@@ -69,6 +87,104 @@ class Transport(ABC):
     def starters(self) -> tuple[int, ...]:
         """The ranks that are here from the beginning; others come later."""
         return tuple(range(self.size))
+
+    # Members that come and go: where a world does not know of any, these tell of one life.
+
+    late: bool = False
+    """Whether this rank has come, or come again, after the beginning."""
+
+    def membership(self) -> int:
+        """A number that grows whenever a rank comes, goes or is lost."""
+        return 0
+
+    def life(self, rank: int) -> int:
+        """Which life of ``rank`` this is, from 1: it grows when a lost one comes again."""
+        return 1
+
+    def last_members(self) -> tuple[tuple[int, int], ...]:
+        """The members, each with its life, as they were when the first rank asked this."""
+        return tuple((rank, 1) for rank in range(self.size))
+
+    def lost_life(self, rank: int) -> int:
+        """Which life of ``rank`` was the last to end: this one, or the one before."""
+        return 1
+
+    def lost(self) -> frozenset[int]:
+        """The ranks that have died, or were stopped for too long, and have not come again."""
+        return frozenset()
+
+    def left(self) -> frozenset[int]:
+        """The ranks that have come to their end."""
+        return frozenset()
+
+    def stopped(self) -> frozenset[int]:
+        """The ranks that are stopped now, for however short a time: not lost, but out of date."""
+        return frozenset()
+
+    def arrived(self) -> None:  # noqa: B027 - only who comes late has to say so
+        """Say that this rank, which came late, has its state: from now on it is a member."""
+
+    def rejoin(self) -> None:
+        """Begin another life, after the others have gone on without this rank."""
+        raise NotImplementedError
+
+    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
+        """What an earlier life of this rank last published, and its version."""
+        return None
+
+    def keep(self, x: Tensor) -> None:  # noqa: B027 - likewise
+        """Put a copy of ``x`` where only a later life of this rank finds it."""
+
+    def kept(self) -> Tensor | None:
+        """What an earlier life of this rank has kept last."""
+        return None
+
+    def await_return(self, rank: int, life: int) -> None:
+        """Wait until a successor of that life of ``rank`` is here."""
+        raise PeerLost(rank, "the wait for a successor", "nobody can follow it", 0.0)
+
+    def await_change(self, seconds: float) -> bool:
+        """Wait until a rank has come or gone; False when none has after so long."""
+        return False
+
+    def done_with(self, queue: int, epoch: int, number: int) -> None:  # noqa: B027 - likewise
+        """Say that a batch has been made use of: it is not to be given out again."""
+
+    # Meetings, in which all ranks stand still at once: for checkpoints.
+
+    meets: bool = False
+    """Whether this world has meetings."""
+
+    def call(self, step: int, stop: bool) -> None:
+        """Call all workers to a meeting after their first step from ``step`` on."""
+        raise NotImplementedError
+
+    def called(self) -> Call:
+        """The last call."""
+        return Call()
+
+    def meet(self, number: int, members: Sequence[int]) -> bool:
+        """Wait until all ``members`` have come to a meeting; False when one never will."""
+        raise NotImplementedError
+
+    def is_over(self, number: int) -> bool:
+        """Whether a meeting was held, or given up."""
+        return True
+
+    def retire(self) -> None:  # noqa: B027 - only where there are meetings
+        """Say that this worker has come to its end, and comes to no meeting any more."""
+
+    def snapshot(self, shared: bool) -> dict[str, Any]:
+        """What is on its way to this rank, and what it shows; with what all ranks ``shared``."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - likewise
+        """Take up what :meth:`snapshot` gave."""
+
+    @contextmanager
+    def free(self) -> Iterator[None]:
+        """Inside, nothing of what this rank does counts, or takes virtual time."""
+        yield
 
     @abstractmethod
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
@@ -164,16 +280,34 @@ class Comm:
 
     Vectors are contiguous tensors. ``tag`` keeps messages of different meaning apart; between
     two ranks and within a tag, messages keep their order.
+
+    Args:
+        transport: the world that this rank is in.
+        members: the ranks of a group; all, when not given.
+        elastic: whether collectives go on among those that are left when a member is lost.
+
+    Attributes:
+        meetings: how many collectives this rank has taken part in here.
     """
 
-    def __init__(self, transport: Transport, members: Sequence[int] | None = None) -> None:
-        self.transport = transport
+    def __init__(
+        self,
+        transport: Transport,
+        members: Sequence[int] | None = None,
+        elastic: bool = False,
+    ) -> None:
+        self.transport, self.elastic = transport, elastic
         self.members = everyone(transport.size) if members is None else ranks(tuple(members))
         self.rank = self.members.places[transport.rank]
         self.size = len(self.members)
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._window: Any = None
-        self._gone: set[int] = set()
+        self._gone = Gone(transport.life)
+        late = transport.late  # whose loss came before this rank did is not told to it
+        self._lives = {rank: transport.life(rank) for rank in self.members} if late else {}
+        self._membership = -1
+        self._left_out: frozenset[tuple[int, int]] = frozenset()
+        self.meetings = 0
         self._others = Others(self.members, transport.rank)
 
     def alive(self) -> tuple[int, ...]:
@@ -192,7 +326,7 @@ class Comm:
 
     def uncharged(self) -> Comm:
         """The same for what only looks at the run: it counts nowhere, and takes no virtual time."""
-        return Comm(self.transport.uncharged(), self.members)
+        return Comm(self.transport.uncharged(), self.members, self.elastic)
 
     # Two-sided -----------------------------------------------------------------------------------
 
@@ -220,15 +354,31 @@ class Comm:
 
         What a rank sent before it went comes first.
         """
+        if (rank := self._unheard_loss()) is not None:
+            return self.members.places[rank], None
         sources = Others(self.members, self.transport.rank, self._gone)
         if not sources:
             raise PeersGone
         try:
             src, x = self.transport.take(like, sources, tag, "recv_any", watch=True)
         except PeerLost as lost:
-            self._gone.add(lost.rank)
+            self._gone.add(lost.rank, self.transport.lost_life(lost.rank))
             return self.members.places[lost.rank], None
         return self.members.places[src], x
+
+    def _unheard_loss(self) -> int | None:
+        """A member that was lost and has come again before anybody heard of the loss."""
+        membership = self.transport.membership()
+        if membership == self._membership:
+            return None
+        for rank in Others(self.members, self.transport.rank):
+            life = self.transport.life(rank)
+            if life > self._lives.get(rank, 1):
+                self._lives[rank] = life
+                if self._gone.last(rank) < life - 1:
+                    return rank
+        self._membership = membership
+        return None
 
     def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:
         """Send to ``dst`` while receiving from ``src``: the idiom of rings and pairs."""
@@ -272,6 +422,62 @@ class Comm:
         """
         return self.transport.peek(self._peer(src), like)
 
+    # Members that come and go --------------------------------------------------------------------
+
+    def life(self, rank: int) -> int:
+        """Which life of ``rank`` this is, from 1: it grows when one that was lost comes again."""
+        return self.transport.life(self.members[rank])
+
+    def lost(self) -> frozenset[int]:
+        """The ranks that have died, or were stopped for too long, and have not come again."""
+        gone = self.transport.lost()
+        return frozenset(rank for rank, world in enumerate(self.members) if world in gone)
+
+    def last_members(self) -> list[tuple[int, int]]:
+        """The members, each with its life, as they were when the first rank asked this.
+
+        They are the same for whoever asks, and so can meet.
+        """
+        places = self.members.places
+        members = self.transport.last_members()
+        return [(places[rank], life) for rank, life in members if rank in places]
+
+    def stopped(self) -> frozenset[int]:
+        """The ranks that are stopped now: not lost yet, but what they have shown grows old."""
+        now = self.transport.stopped()
+        return frozenset(self.members.places[rank] for rank in now if rank in self.members)
+
+    def left(self) -> frozenset[int]:
+        """The ranks that have come to their end."""
+        left = self.transport.left()
+        return frozenset(rank for rank, world in enumerate(self.members) if world in left)
+
+    def lost_life(self, rank: int) -> int:
+        """Which life of ``rank`` was the last to end: this one, or the one before."""
+        return self.transport.lost_life(self.members[rank])
+
+    def await_return(self, rank: int, life: int) -> None:
+        """Wait until a later life of ``rank`` than this is a member."""
+        self.transport.await_return(self.members[rank], life)
+
+    def await_change(self, error: Exception) -> None:
+        """Wait until a rank has come or gone; raise ``error`` when none does for a long time."""
+        if not self.transport.await_change(CHANGE_S):
+            raise PeerLost(self.members, "joining", "nobody is left", CHANGE_S) from error
+
+    def inherited(self, like: Tensor) -> Tensor | None:
+        """What an earlier life of this rank has published last; None where there was none."""
+        left = self.transport.inherited(_vector(like))
+        return None if left is None else left[1]
+
+    def keep(self, x: Tensor) -> None:
+        """Keep a copy of ``x`` for a later life of this rank; size and dtype never change."""
+        self.transport.keep(_vector(x))
+
+    def kept(self) -> Tensor | None:
+        """What an earlier life of this rank has kept last."""
+        return self.transport.kept()
+
     # Collectives ---------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, weight: int = 1, factor: Factor | None = None) -> int:
@@ -288,7 +494,40 @@ class Comm:
                 ``factor=lambda total: 1 / total``. It must be the same function on every rank.
         """
         _check_weight(weight)
-        return self.transport.all_reduce(_vector(x), weight, self.members, factor)
+        vector = _vector(x)
+        return self._together(lambda here: self.transport.all_reduce(vector, weight, here, factor))
+
+    def _together(self, act: Callable[[tuple[int, ...]], T], needed: int = -1) -> T:
+        """Let the members act together; if this is elastic, those that are left of them.
+
+        Only who is missed is left out, so that all survivors come to the same group. A vector is
+        as it was when an operation has failed, and so it is done again, unless who is lost was
+        ``needed``.
+        """
+        while True:
+            try:
+                outcome = act(self._present())
+            except PeerLost as lost:
+                if not self.elastic or needed in lost.ranks:
+                    raise
+                life = self.transport.lost_life
+                self._left_out |= {(rank, life(rank)) for rank in lost.ranks}
+            else:
+                self.meetings += 1
+                return outcome
+
+    def _present(self) -> Ranks:
+        """The members without those that were missed, unless they have come again."""
+        if not self._left_out:
+            return self.members
+        life = self.transport.life
+        return ranks(tuple(r for r in self.members if (r, life(r)) not in self._left_out))
+
+    def present(self) -> tuple[int, ...]:
+        """Who took part in the last collective; the same on all who did."""
+        if not self._left_out:
+            return everyone(self.size)
+        return tuple(self.members.places[rank] for rank in self._present())
 
     def start_all_reduce(self, x: Tensor, weight: int = 1, factor: Factor | None = None) -> Work:
         """Start :meth:`all_reduce`; ``x`` belongs to the work until its ``wait``."""
@@ -297,19 +536,24 @@ class Comm:
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Make ``x`` equal to that of ``src`` on every rank."""
-        self.transport.broadcast(_vector(x), self._peer(src, may_be_self=True), self.members)
+        source, vector = self._peer(src, may_be_self=True), _vector(x)
+        self._together(lambda here: self.transport.broadcast(vector, source, here), source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         import torch
 
-        self.transport.all_reduce(torch.empty(0), 1, self.members)
+        self.all_reduce(torch.empty(0))
 
-    def group(self, ranks: Sequence[int]) -> Comm:
-        """The same contract among some of the ranks, which it counts from 0 in their order."""
+    def group(self, ranks: Sequence[int], strict: bool = False) -> Comm:
+        """The same contract among some of the ranks, which it counts from 0 in their order.
+
+        A ``strict`` one never goes on by itself without a lost member: the caller is told.
+        """
         if self.rank not in ranks or len(set(ranks)) != len(ranks):
             raise UsageError(f"group {tuple(ranks)} must hold rank {self.rank}, and each rank once")
-        return Comm(self.transport, [self.members[rank] for rank in ranks])
+        elastic = self.elastic and not strict
+        return Comm(self.transport, [self.members[rank] for rank in ranks], elastic)
 
     # Clock and data ------------------------------------------------------------------------------
 
@@ -328,6 +572,10 @@ class Comm:
     def charge_update(self, nbytes: int) -> None:
         """Let the time pass that a server takes to apply an update; free on a real clock."""
         self.transport.charge_update(nbytes)
+
+    def done_with(self, queue: int, epoch: int, number: int) -> None:
+        """Say that a batch was made use of. Those of a rank that is lost before are drawn again."""
+        self.transport.done_with(queue, epoch, number)
 
     def ticket(self, queue: int, epoch: int) -> int | None:
         """Draw the next number, from 0, of the counter ``queue`` in ``epoch``.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paceline.errors import MessageMismatch
+
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -13,3 +15,14 @@ DTYPES = (
     torch.int32,
     torch.uint8,
 )
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """The dtype that a number in a message stands for.
+
+    >>> dtype_of(1)
+    torch.float64
+    """
+    if not 0 <= code < len(DTYPES):
+        raise MessageMismatch(f"dtype ({code}) must be a number from 0 to {len(DTYPES) - 1}")
+    return DTYPES[code]

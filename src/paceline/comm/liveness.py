@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ class Processes:
     def __init__(self, pid_of: Callable[[int], int], limits: Limits) -> None:
         self._pid_of, self._limits = pid_of, limits
         self._pidfds: dict[int, int | None] = {}
+        self._pids: dict[int, int] = {}
+        self._poll, self._watched = select.poll(), dict[int, int]()
         self._stopped_since_s: dict[int, float] = {}
         self._lost: dict[int, str] = {}
 
@@ -60,24 +64,65 @@ class Processes:
             return None
         return f"it has been stopped for {stopped_s:.1f} s"
 
+    def stopped(self) -> frozenset[int]:
+        """The ranks that were found to be stopped when they were last looked at."""
+        return frozenset(self._stopped_since_s)
+
     def is_stopped(self, rank: int) -> bool:
         """Whether the process of ``rank`` is stopped now, for however short a time."""
         return _is_stopped(self._pid_of(rank))
 
     def has_died(self, rank: int) -> bool:
         """Whether the process of ``rank`` has ended."""
+        return self._await_end(rank, 0)
+
+    def newly_dead(self) -> list[int]:
+        """The ranks that have died since this was asked last, of those that were looked at before.
+
+        One system call for all of them.
+        """
+        dead = [self._watched[fd] for fd, _ in self._poll.poll(0)]
+        for rank in dead:
+            self._unwatch(rank)
+        return dead
+
+    def _unwatch(self, rank: int) -> None:
+        pidfd = self._pidfds.get(rank)
+        if pidfd is not None and self._watched.pop(pidfd, None) is not None:
+            self._poll.unregister(pidfd)
+
+    def end(self, rank: int) -> None:
+        """Kill the process of ``rank``, and wait until it is gone."""
+        self.has_died(rank)
+        if (pidfd := self._pidfds.get(rank)) is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            self._await_end(rank, None)
+
+    def _await_end(self, rank: int, milliseconds: int | None) -> bool:
         pid = self._pid_of(rank)
-        if pid and rank not in self._pidfds:
-            try:
-                self._pidfds[rank] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._pidfds[rank] = None
+        if pid and self._pids.get(rank) != pid:
+            self._open(rank, pid)
         pidfd = self._pidfds.get(rank, -1)
         if pidfd is None or pidfd < 0:
             return pidfd is None
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(milliseconds))
+
+    def _open(self, rank: int, pid: int) -> None:
+        """Keep hold of the process that a rank has now."""
+        self._unwatch(rank)
+        if (old := self._pidfds.get(rank)) is not None:
+            os.close(old)
+        self._pids[rank] = pid
+        try:
+            pidfd = self._pidfds[rank] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._pidfds[rank] = None
+            return
+        self._watched[pidfd] = rank
+        self._poll.register(pidfd, select.POLLIN)
 
 
 class Peers:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.base import MAILBOX_CAPACITY, Limits, Work, check_fit
-from paceline.comm.dtypes import DTYPES
+from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.liveness import Peers, Watch
 from paceline.errors import PeerLost, PeersGone
 
@@ -276,7 +276,7 @@ class Mail:
         return list(oldest.items())
 
     def _fits(self, header: Header, like: Tensor) -> bool:
-        return (header.numel, DTYPES[header.dtype]) == (like.numel(), like.dtype)
+        return (header.numel, header.dtype) == (like.numel(), DTYPES.index(like.dtype))
 
     def _is_here(self, src: int, header: Header) -> bool:
         """Whether to take an announced vector would not wait; its fetching begins, if it has not.
@@ -295,7 +295,7 @@ class Mail:
                 self._inbox.remove((src, header))
         try:
             if like is not None:
-                check_fit(like, header.numel, DTYPES[header.dtype], src, header.tag)
+                check_fit(like, header.numel, dtype_of(header.dtype), src, header.tag)
             fetch = self._fetch(src, header)
             self._await(fetch, src)
             del self._fetches[src, header.number]
@@ -309,7 +309,7 @@ class Mail:
         """The fetching of an announced vector, from the first time that it is asked for."""
         key = (src, header.number)
         if key not in self._fetches:
-            x = torch.empty(header.numel, dtype=DTYPES[header.dtype])
+            x = torch.empty(header.numel, dtype=dtype_of(header.dtype))
             self._fetches[key] = _Fetch(self._group, x, src, _FIRST_TAG + header.number % _TAGS)
         return self._fetches[key]
 

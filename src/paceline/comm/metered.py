@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.base import Factor, Transport, Work
+from paceline.comm.base import Call, Factor, Transport, Work
 from paceline.errors import PeerLost, PeersGone
 from paceline.trace import Trace
 
@@ -35,11 +36,23 @@ class MeteredTransport(Transport):
     ``look`` is the number of the call that saw it, among those that may see nothing.
 
     What ends in ``_s`` is how long it took: ``wait_s`` until it came, ``send_s`` to hand it over.
+
+    Attributes:
+        meter: what has been counted so far.
+        on_sent: called after bytes were counted; for ranks that make no steps to count them at.
+        on_step: called with the number of each step that begins.
     """
 
-    def __init__(self, inner: Transport, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        trace: Trace | None = None,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.meter = Meter()
+        self.on_sent: Callable[[], None] | None = None
+        self.on_step = on_step
         self._trace = trace
         self._scale = 1.0
         self._looks = 0
@@ -60,6 +73,8 @@ class MeteredTransport(Transport):
     def _sent(self, event: str, peer: int | None, nbytes: int, **more: Any) -> None:
         self.meter.bytes_sent += self._weigh(nbytes)
         self.note(event, peer, nbytes, **more)
+        if self.on_sent is not None:
+            self.on_sent()
 
     def _waiting(self, operation: Callable[[], Any]) -> Any:
         start_s = self.inner.now()
@@ -98,6 +113,100 @@ class MeteredTransport(Transport):
 
     def uncharged(self) -> Transport:
         return self.inner.uncharged()
+
+    @property
+    def late(self) -> bool:  # type: ignore[override]  # an attribute where there is no inner one
+        return self.inner.late
+
+    def membership(self) -> int:
+        return self.inner.membership()
+
+    def last_members(self) -> tuple[tuple[int, int], ...]:
+        return self.inner.last_members()
+
+    def lost_life(self, rank: int) -> int:
+        return self.inner.lost_life(rank)
+
+    def lost(self) -> frozenset[int]:
+        return self.inner.lost()
+
+    def left(self) -> frozenset[int]:
+        return self.inner.left()
+
+    def stopped(self) -> frozenset[int]:
+        return self.inner.stopped()
+
+    def life(self, rank: int) -> int:
+        return self.inner.life(rank)
+
+    def arrived(self) -> None:
+        self.inner.arrived()
+        self.note("arrived", life=self.life(self.rank))
+
+    def rejoin(self) -> None:
+        self.inner.rejoin()
+        self.note("rejoin", life=self.life(self.rank))
+
+    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
+        return self.inner.inherited(like)
+
+    def keep(self, x: Tensor) -> None:
+        self.inner.keep(x)
+
+    def kept(self) -> Tensor | None:
+        return self.inner.kept()
+
+    def await_change(self, seconds: float) -> bool:
+        changed: bool = self._waiting(lambda: self.inner.await_change(seconds))
+        return changed
+
+    def await_return(self, rank: int, life: int) -> None:
+        self._waiting(lambda: self.inner.await_return(rank, life))
+        self.note("returned", rank, wait_s=self._waited_s)
+
+    def done_with(self, queue: int, epoch: int, number: int) -> None:
+        self.inner.done_with(queue, epoch, number)
+
+    # Meetings ------------------------------------------------------------------------------------
+
+    @property
+    def meets(self) -> bool:  # type: ignore[override]  # an attribute where there is no inner one
+        return self.inner.meets
+
+    def call(self, step: int, stop: bool) -> None:
+        self.inner.call(step, stop)
+
+    def called(self) -> Call:
+        return self.inner.called()
+
+    def meet(self, number: int, members: Sequence[int]) -> bool:
+        there: bool = self._waiting(lambda: self.inner.meet(number, members))
+        return there
+
+    def is_over(self, number: int) -> bool:
+        return self.inner.is_over(number)
+
+    def retire(self) -> None:
+        self.inner.retire()
+
+    def snapshot(self, shared: bool) -> dict[str, Any]:
+        return {**self.inner.snapshot(shared), "meter": vars(self.meter), "looks": self._looks}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.inner.restore(state)
+        self.meter.__dict__.update(state["meter"])
+        self._looks = state["looks"]
+
+    @contextmanager
+    def free(self) -> Iterator[None]:
+        meter, trace = replace(self.meter), self._trace
+        self._trace = None
+        try:
+            with self.inner.free():
+                yield
+        finally:
+            self._trace = trace
+            self.meter.__dict__.update(vars(meter))
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         self._sent("send", dst, x.nbytes, tag=tag)
@@ -172,7 +281,11 @@ class MeteredTransport(Transport):
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
     ) -> int:
         self._reducing(x, weight, members)
-        total: int = self._waiting(lambda: self.inner.all_reduce(x, weight, members, factor))
+        try:
+            total: int = self._waiting(lambda: self.inner.all_reduce(x, weight, members, factor))
+        except PeerLost as lost:
+            self.note("missed", lost.rank, wait_s=self._waited_s)
+            raise
         self.note("all_reduce_end", wait_s=self._waited_s)
         return total
 
@@ -215,6 +328,7 @@ class MeteredTransport(Transport):
 
     def step_begins(self, step: int) -> None:
         self.inner.step_begins(step)
+        self.on_step(step)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return self.inner.allocate(numel, like)

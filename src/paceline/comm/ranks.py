@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, overload
+from typing import Any, cast, overload
 
 
 class Ranks(tuple[int, ...]):
@@ -36,6 +36,31 @@ def ranks(members: tuple[int, ...]) -> Ranks:
 def everyone(size: int) -> Ranks:
     """All ranks of a world."""
     return ranks(tuple(range(size)))
+
+
+class Gone(Collection[int]):
+    """Ranks that were lost; one that comes again, in another ``life``, is no more among them."""
+
+    def __init__(self, life: Callable[[int], int]) -> None:
+        self._life, self._lives = life, dict[int, int]()
+
+    def add(self, rank: int, life: int) -> None:
+        """Hear that this life of a rank is over."""
+        self._lives[rank] = life
+
+    def last(self, rank: int) -> int:
+        """The last life of a rank that is known to be over; 0 when none is."""
+        return self._lives.get(rank, 0)
+
+    def __contains__(self, rank: object) -> bool:
+        known = self._lives.get(cast(int, rank))
+        return known is not None and self._life(cast(int, rank)) == known
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for rank in self._lives if rank in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Others(Sequence[int]):

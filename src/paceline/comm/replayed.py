@@ -124,7 +124,7 @@ class Archive:
         if edition not in self._kept:
             self._waiting[edition].append(reader)
             op = f"peek at version {version} of rank {src}"
-            reader.wait(op, (src,), lambda: reader.lost((src,), op))
+            reader.wait(op, (src,), lambda: reader.loss((src,), op))
         self._wanted[edition] -= 1
         return version, self._kept[edition] if self._wanted[edition] else self._kept.pop(edition)
 

@@ -1,12 +1,14 @@
 """Collectives in shared memory.
 
 An all-reduce has two fences. A rank arrives by naming its vector. When all have arrived, each rank
-sums one slice over all vectors, in rank order, block by block, and writes the sum back into that
-slice of every vector while it is still in the core's cache. When all have finished, every vector
-is complete: no rank copies more than its own slice, and none waits for a third time.
+sums one slice over all vectors, in rank order, block by block. Where the loss of a rank ends the
+run, it writes the sum back into that slice of every vector while it is still in the core's cache;
+when all have finished, every vector is complete. Where the others go on, it writes the sum into
+memory of its own, and when all have finished, each rank copies the slices of all: a copy more, but
+vectors are intact until then, so that the survivors can do it again among themselves.
 
-A rank that dies has either arrived or not, and every survivor sees the same: inputs are intact
-until all have arrived.
+A rank that dies has either finished or not, and every survivor sees the same. One that is stopped
+for too long is ended first: what it has done is then final.
 
 Training repeats the same few operations on the same vectors, so what can be known of them once
 (views, blocks, places of words) is kept in the :class:`Group`.
@@ -15,6 +17,7 @@ Training repeats the same few operations on the same vectors, so what can be kno
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,33 +26,51 @@ from torch import Tensor
 
 from paceline.comm.base import Factor, Work
 from paceline.comm.dtypes import DTYPES
-from paceline.comm.shared_memory import AHEAD, BLOCK, ENTRY_WORDS, SharedMemoryTransport
+from paceline.comm.shared_memory import AHEAD, BLOCK, ENTRY_WORDS, Region, SharedMemoryTransport
 from paceline.errors import MessageMismatch
 
 _ARRIVED, _FINISHED, _RELEASED = 0, 1, 2
 _KEPT_PLANS = 8
 
 Entry = list[int]
-Plan = list["Block"]
 
 
 class Block(NamedTuple):
-    """A piece of this rank's slice: what is added, where the sum goes, and where it is copied."""
+    """A piece of a rank's slice: what is added, where the sum goes, and where that is copied.
+
+    ``scratch`` is for sums on the way, where the last one goes into one of the inputs.
+    """
 
     inputs: list[Any]
+    out: Any
     scratch: Any
-    own: Any
     others: list[Any]
+
+
+class Plan(NamedTuple):
+    """What a rank does in an all-reduce of known vectors.
+
+    Attributes:
+        blocks: pieces of its slice.
+        copies: of each slice, where it is to go at the end and where its sum is.
+    """
+
+    blocks: list[Block]
+    copies: list[tuple[Any, Any]]
 
 
 class Group:
     """This rank's place in the collectives of one set of members."""
 
     def __init__(
-        self, transport: SharedMemoryTransport, members: tuple[int, ...], slot: int
+        self,
+        transport: SharedMemoryTransport,
+        members: tuple[int, ...],
+        slot: int,
+        lives: dict[int, int],
     ) -> None:
         layout = transport.layout
-        self.transport, self.members = transport, members
+        self.transport, self.members, self.lives = transport, members, lives
         self.mine = members.index(transport.rank)
         lines = {member: layout.group(member, slot) for member in members}
         self.phases = [
@@ -61,6 +82,14 @@ class Group:
         self.started = 0
         self.under_way: list[Collective] = []
         self._plans: list[tuple[list[Entry], Plan]] = []
+        self._sums: list[Region | None] = [None] * AHEAD
+
+    def reserve(self, number: int, nbytes: int) -> Region:
+        """Memory for this rank's part of a sum, which is read until all have released it."""
+        kept = self._sums[number % AHEAD]
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._sums[number % AHEAD] = self.transport.borrow(None, nbytes)
+        return kept
 
     def plan(self, entries: list[Entry]) -> Plan:
         """How to sum these vectors; kept for the next time."""
@@ -74,21 +103,37 @@ class Group:
     def _make_plan(self, entries: list[Entry]) -> Plan:
         arena, size = self.transport.arena, len(self.members)
         _, numel, code, *_ = entries[0]
-        vectors = [arena.array(entry[4], numel, DTYPES[code]) for entry in entries]
+        dtype = DTYPES[code]
+        vectors = [arena.array(entry[4], numel, dtype) for entry in entries]
         inputs = [v for v, entry in zip(vectors, entries, strict=True) if entry[3]]
-        own, scratch = vectors[self.mine], _like(vectors[0], BLOCK)
-        others = [v for v in vectors if v is not own]
-        first, last = self.mine * numel // size, (self.mine + 1) * numel // size
-        parts = [slice(i, min(i + BLOCK, last)) for i in range(first, last, BLOCK)]
-        return [
-            Block(
-                [v[part] for v in inputs],
-                scratch[: part.stop - part.start],
-                own[part],
-                [v[part] for v in others],
-            )
-            for part in parts
+        edges = [place * numel // size for place in range(size + 1)]
+        slices = [slice(*pair) for pair in pairwise(edges)]
+        mine = slices[self.mine]
+        parts = [slice(i, min(i + BLOCK, mine.stop)) for i in range(mine.start, mine.stop, BLOCK)]
+        own = vectors[self.mine]
+        if not self.transport.elastic:
+            others, scratch = [v for v in vectors if v is not own], _like(own, BLOCK)
+            blocks = [
+                Block(
+                    [v[part] for v in inputs],
+                    own[part],
+                    scratch[: part.stop - part.start],
+                    [v[part] for v in others],
+                )
+                for part in parts
+            ]
+            return Plan(blocks, [])
+        sums = [
+            arena.array(entry[5], part.stop - part.start, dtype)
+            for entry, part in zip(entries, slices, strict=True)
         ]
+        out, start = sums[self.mine], mine.start
+        places = [out[part.start - start : part.stop - start] for part in parts]
+        blocks = [
+            Block([v[part] for v in inputs], place, place, [])
+            for part, place in zip(parts, places, strict=True)
+        ]
+        return Plan(blocks, [(own[part], its) for part, its in zip(slices, sums, strict=True)])
 
 
 class Collective(Work):
@@ -107,11 +152,17 @@ class Collective(Work):
         self._number = group.started
         self._await(_RELEASED, self._number - AHEAD)
         self._region = self._transport.find_place(x) or self._transport.borrow(x)
+        self._sum = self.reserve(-(-x.numel() // len(group.members)) * x.element_size())
         entry = group.entries[self._number % AHEAD][group.mine]
         dtype, place = DTYPES.index(x.dtype), self._region.place
-        self._transport.words.write(entry, (self.code, x.numel(), dtype, weight, place))
+        told = (self.code, x.numel(), dtype, weight, place, self._sum.place)
+        self._transport.words.write(entry, told)
         self._announce(_ARRIVED)
         group.under_way.append(self)
+
+    def reserve(self, nbytes: int) -> Region:
+        """Memory for this rank's part of the outcome."""
+        return Region(0)
 
     @abstractmethod
     def act(self, entries: list[Entry]) -> None:
@@ -174,7 +225,8 @@ class Collective(Work):
         return all(words[index] >= self._number for index in self._group.phases[phase].values())
 
     def _await(self, phase: int, number: int) -> None:
-        self._transport.await_words(self._group.phases[phase], number, self.op)
+        group = self._group
+        self._transport.await_words(group.phases[phase], number, self.op, group.lives)
 
 
 class AllReduce(Collective):
@@ -187,22 +239,30 @@ class AllReduce(Collective):
         self._factor = factor
         super().__init__(group, x, weight)
 
+    def reserve(self, nbytes: int) -> Region:
+        if not self._transport.elastic:
+            return super().reserve(nbytes)
+        return self._group.reserve(self._number, nbytes)
+
     def act(self, entries: list[Entry]) -> None:
-        """Sum this rank's slice of all vectors, and spread the sum over them."""
+        """Sum this rank's slice of all vectors."""
         if self._total and self._x.numel():
             factor = 1.0 if self._factor is None else self._factor(self._total)
-            for inputs, scratch, own, others in self._group.plan(entries):
-                _sum(inputs, scratch, own)
+            for inputs, out, scratch, others in self._group.plan(entries).blocks:
+                _sum(inputs, scratch, out)
                 if factor != 1.0:
-                    own *= factor
+                    out *= factor
                 for other in others:
-                    other[...] = own
+                    other[...] = out
 
     def conclude(self, entries: list[Entry]) -> None:
-        """Copy the result, unless the vector itself lies in shared memory."""
-        if self._total and self._region.nbytes:
-            place, numel, dtype = self._region.place, self._x.numel(), self._x.dtype
-            self._x.copy_(self._transport.arena.tensor(place, numel, dtype))
+        """Take the slices of all; copy them once more, if the vector is not in shared memory."""
+        if self._total and self._x.numel():
+            for part, its in self._group.plan(entries).copies:
+                part[...] = its
+            if self._region.nbytes:
+                place, numel, dtype = self._region.place, self._x.numel(), self._x.dtype
+                self._x.copy_(self._transport.arena.tensor(place, numel, dtype))
 
 
 class Broadcast(Collective):

@@ -9,19 +9,30 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.base import MAILBOX_CAPACITY, Factor, Limits, Transport, Work, check_fit
+from paceline.comm.base import (
+    MAILBOX_CAPACITY,
+    Call,
+    Factor,
+    Limits,
+    Transport,
+    Work,
+    check_fit,
+)
 from paceline.comm.ranks import ranks
-from paceline.errors import MessageMismatch, PeerLost, PeersGone
+from paceline.errors import LeftBehind, MessageMismatch, PeerLost, PeersGone
+from paceline.losses import Losses
 from paceline.seeds import user_seed
 from paceline.sim.cluster import Cluster, Link
 from paceline.sim.compute import Costs
-from paceline.sim.faults import LINK_KINDS, Fault
+from paceline.sim.faults import LINK_KINDS, Fault, rank_of
 from paceline.sim.generators import Generators
 from paceline.sim.inbox import Inbox, Message
 from paceline.sim.kernel import Baton, Calendar, Killed
@@ -30,10 +41,31 @@ from paceline.sim.one_core import on_one_core
 
 Vigil = Callable[[], BaseException | None]
 Window = tuple[int, Tensor]
+Batch = tuple[int, int, int]
+
+
+FINISHED = "it has finished"
+REVIVED_AFTER_S = 1.0
+"""How long it takes in virtual time until a dead rank is started again."""
 
 
 class World:
-    """Everything that the ranks of one simulation share; ``homes`` says beside whom each lives."""
+    """Everything that the ranks of one simulation share.
+
+    Args:
+        cluster: what the ranks run on.
+        size: how many there are.
+        seed: of all that is random.
+        limits: how long ranks wait for each other.
+        faults: what goes wrong.
+        homes: beside whom each rank lives.
+        losses: what comes of the loss of a rank; without it, the others go on.
+        on_event: hears what happens to ranks.
+        start_s: the time that its clock begins at.
+
+    Attributes:
+        on_reduced: called with each collective when its result is there, and its inputs still are.
+    """
 
     def __init__(
         self,
@@ -44,10 +76,13 @@ class World:
         limits: Limits,
         faults: Sequence[Fault],
         homes: Sequence[int] | None = None,
+        losses: Losses | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        start_s: float = 0.0,
     ) -> None:
         self.size, self.limits = size, limits
         nodes = [cluster.node(rank) for rank in homes or range(size)]
-        self.calendar = Calendar()
+        self.calendar = Calendar(start_s)
         self.baton = Baton(self.calendar, size, limits.progress_limit_s)
         self.network = Network(cluster, faults, nodes)
         self.handling = cluster.handling
@@ -59,46 +94,112 @@ class World:
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: list[Window | None] = [None] * size
+        self.kept: dict[int, Tensor] = {}
         self.queues: dict[int, list[int]] = {}
-        self.groups: dict[tuple[int, ...], Group] = {}
+        self.in_hand: list[set[Batch]] = [set() for _ in range(size)]
+        self.returned: list[Batch] = []
+        self.groups: dict[tuple[Any, ...], Group] = {}
         self.departed: dict[int, str] = {}
+        self.behind: set[int] = set()
+        self.frozen: frozenset[int] = frozenset()
+        self.membership = 0
+        self.last_members: tuple[tuple[int, int], ...] | None = None
+        self.reborn: dict[int, int] = {}
+        self._losses, self._on_event = losses, on_event
+        self.call = Call()
+        self.meetings: dict[int, set[int]] = {}
+        self.retired, self.given_up = False, 0
         self.vigils: dict[int, Vigil] = {}
+        self.awaiting: set[int] = set()
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
-        self.joined_late = {rank_of(f): f.at_s or 0.0 for f in faults if f.kind == "join"}
+        joins = {rank_of(f): f.at_s or 0.0 for f in faults if f.kind == "join"}
+        killed = {rank_of(f): f.at_s or 0.0 for f in faults if f.kind == "kill"}
+        self.joined_late = {r: at_s for r, at_s in joins.items() if at_s < killed.get(r, math.inf)}
+        self._returns = {r: at_s for r, at_s in joins.items() if r not in self.joined_late}
+        self.joining = set(self.joined_late)
+        self.arrivals: list[tuple[float, int]] = []
         self._faults = [f for f in faults if f.kind not in ("join", *LINK_KINDS)]
         self.has_step_faults = any(fault.at_step is not None for fault in faults)
         self._lost: set[int] = set()
-        self._alive: tuple[int, ...] = ()
-        self._alive_until_s = -math.inf
+        self._alive: tuple[int, ...] | None = None
+        self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedTransport], None]) -> None:
         """Run ``body`` on every rank to the end of the simulation."""
 
         def on_rank(rank: int) -> None:
             torch.set_num_threads(1)
-            transport = SimulatedTransport(self, rank)
-            transport.resume()
-            body(transport)
-            transport.close()
+            while True:
+                try:
+                    transport = SimulatedTransport(self, rank)
+                    transport.resume()
+                    body(transport)
+                    transport.close()
+                    return
+                except Killed:
+                    self._revive(rank)
 
+        begin_s = self.calendar.now_s
         for fault in self._faults:
-            if fault.at_step is None:
+            if fault.at_step is None and (fault.at_s or 0.0) >= begin_s:
                 self.calendar.call(fault.at_s or 0.0, partial(self.inject, fault))
         threads = torch.get_num_threads()
         try:
             with self.generators, on_one_core():
-                self.baton.run(on_rank, [self.joined_late.get(r, 0.0) for r in range(self.size)])
+                starts = (self.joined_late.get(rank, 0.0) for rank in range(self.size))
+                self.baton.run(on_rank, [max(begin_s, start_s) for start_s in starts])
         finally:
             torch.set_num_threads(threads)
 
+    def _revive(self, rank: int) -> None:
+        """Start a dead rank again, if that is due; otherwise end its thread."""
+        if self.baton.failure is not None:
+            raise Killed
+        if rank in self._returns:
+            after_s = max(0.0, self._returns.pop(rank) - self.calendar.now_s)
+        elif self._losses is not None and self._losses.restarts(rank):
+            after_s = REVIVED_AFTER_S
+        else:
+            raise Killed
+        self.baton.revive(rank, after_s)
+        self.enter(rank)
+
+    def enter(self, rank: int) -> None:
+        """Begin another life of ``rank``; it is not a member before it has its state."""
+        for inbox in self.inboxes:  # what an earlier life has sent does not count any more
+            inbox.withdraw(rank, posted=True)
+        self.give_up_waits(rank)
+        self.reborn[rank] = self.reborn.get(rank, 1) + 1
+        self.departed.pop(rank, None)
+        self.behind.discard(rank)
+        self.joining.add(rank)
+        self.in_hand[rank].clear()
+        self.changed()
+
+    def arrive(self, rank: int) -> None:
+        """Make ``rank``, which has come late, a member."""
+        if rank in self.joining:
+            self.joining.discard(rank)
+            self.arrivals.append((self.calendar.now_s, rank))
+            self.changed()
+
+    def changed(self) -> None:
+        """Hear that the members have changed: those who wait for one look again."""
+        self.membership += 1
+        self._alive = None
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Wake those who wait for others to come."""
+        for waiting in list(self.awaiting):
+            self.end_wait(waiting)
+
     def alive(self) -> tuple[int, ...]:
-        """The ranks that have come, and have neither left nor died."""
-        now_s, late = self.calendar.now_s, self.joined_late
-        if now_s >= self._alive_until_s:
-            here = (r for r in range(self.size) if r not in self.departed)
-            self._alive = ranks(tuple(r for r in here if late.get(r, 0.0) <= now_s))
-            joins = (join_s for join_s in late.values() if join_s > now_s)
-            self._alive_until_s = min(joins, default=math.inf)
+        """The ranks that have come and have a state, and have neither left nor died."""
+        if self._alive is None:
+            away = self.joining
+            here = (r for r in range(self.size) if r not in self.departed and r not in away)
+            self._alive = ranks(tuple(here))
         return self._alive
 
     @property
@@ -113,9 +214,9 @@ class World:
         return [fault for fault in self._faults if fault.rank == rank and fault.at_step == step]
 
     def inject(self, fault: Fault) -> None:
-        """Let ``fault`` happen now."""
+        """Let ``fault`` happen now, if its rank is there."""
         rank = rank_of(fault)
-        if rank in self.departed:
+        if rank in self.departed or self.calendar.now_s < self.joined_late.get(rank, 0.0):
             return
         if fault.kind == "kill":
             self.baton.interrupt(rank, Killed())
@@ -128,15 +229,33 @@ class World:
     def _freeze(self, fault: Fault) -> None:
         rank, since_s = rank_of(fault), self.calendar.now_s
         self.baton.freeze(rank)
+        self.frozen |= {rank}
+        self.tell("stopped", rank)
 
         def give_up() -> None:
             if self.baton.ranks[rank].frozen_since_s == since_s:
-                self.baton.interrupt(rank, Killed())
+                self.behind.add(rank)
+                for inbox in self.inboxes:
+                    inbox.withdraw(rank, posted=True)
                 self._lose(rank, f"it has been stopped for {self.limits.dead_s:g} s")
+                if self._losses is not None and not self._losses.comes_back(rank):
+                    self.end(rank)
 
         self.calendar.call(since_s + self.limits.dead_s, give_up)
         if fault.for_s is not None:
-            self.calendar.call(since_s + fault.for_s, lambda: self.baton.thaw(rank))
+            self.calendar.call(since_s + fault.for_s, lambda: self._thaw(rank))
+
+    def _thaw(self, rank: int) -> None:
+        self.baton.thaw(rank)
+        self.frozen -= {rank}
+        if rank in self.behind and self.baton.ranks[rank].wait is not None:
+            self.baton.interrupt(rank, LeftBehind())
+
+    def end(self, rank: int) -> None:
+        """End a rank that was left behind and has not come back, before others work without it."""
+        if rank in self.behind:
+            self.behind.discard(rank)
+            self.baton.interrupt(rank, Killed())
 
     def _slow(self, fault: Fault) -> None:
         assert fault.factor is not None
@@ -151,7 +270,20 @@ class World:
 
     def _lose(self, rank: int, reason: str) -> None:
         self._lost.add(rank)
+        self.tell("lost", rank, reason=reason)
+        self.returned += sorted(self.in_hand[rank])
+        self.in_hand[rank].clear()
+        self.joining.discard(rank)
         self.depart(rank, reason)
+        if self._losses is not None and self._losses.ends_at_once:
+            lost = PeerLost([rank], "the run", reason, 0.0)
+            self.calendar.call(self.calendar.now_s, lambda: self.baton.abort(lost))
+
+    def tell(self, event: str, rank: int, **facts: Any) -> None:
+        """Say what has happened to a rank."""
+        if self._on_event is not None:
+            t = self.calendar.now_s
+            self._on_event({"t": t, "event": event, "rank": rank, **facts})
 
     def later(self, time_s: float, callback: Callable[[], None]) -> None:
         """Have ``callback`` run at ``time_s``, which may be never."""
@@ -170,19 +302,20 @@ class World:
         if rank in self.departed:
             return
         self.departed[rank] = reason
-        self._alive_until_s = -math.inf
+        self.changed()
         self.inboxes[rank].clear()
         for dst in self.offered_to.pop(rank, ()):
             self.inboxes[dst].withdraw(rank)
+        self.give_up_waits(rank)
+        if len(self.departed) == self.size:  # nobody is left whom they could come back to
+            for left in [*self.behind]:
+                self.end(left)
+
+    def give_up_waits(self, rank: int) -> None:
+        """End the waits of others that cannot come to an end any more."""
         for waiting, vigil in list(self.vigils.items()):
             if waiting != rank and (error := vigil()) is not None:
                 self.baton.interrupt(waiting, error)
-
-
-def rank_of(fault: Fault) -> int:
-    """Whom a fault happens to."""
-    assert fault.rank is not None, "only links have faults without a rank"
-    return fault.rank
 
 
 class Offer(Work):
@@ -199,7 +332,7 @@ class Offer(Work):
         if not self._message.taken:
             op = f"send to rank {self._dst}"
             self._message.awaited = True
-            self._transport.wait(op, (self._dst,), lambda: self._transport.lost([self._dst], op))
+            self._transport.wait(op, (self._dst,), lambda: self._transport.loss([self._dst], op))
         return 1
 
 
@@ -212,7 +345,7 @@ class Group:
 
 
 class Collective:
-    """One operation among the members of a group."""
+    """One operation among the members of a group; ``inputs`` are their vectors and weights."""
 
     def __init__(
         self,
@@ -229,16 +362,16 @@ class Collective:
         self._shape = (op, x.numel(), x.dtype)
         self.total = 0
         self.result: Tensor | None = None
-        self.done = False
+        self.done = self._combined = False
         self._world = world
-        self._inputs: dict[int, tuple[Tensor, int]] = {}
+        self.inputs: dict[int, tuple[Tensor, int]] = {}
         self._waiting: set[int] = set()
         self._cut_off: list[int] = []
         self._left = len(members)
 
     def __iter__(self) -> Iterator[int]:
         """Those who are waited for: who is missing, else who is behind bad links, else all."""
-        missing = [m for m in self.members if m not in self._inputs]
+        missing = [m for m in self.members if m not in self.inputs]
         return iter(missing or self._cut_off or self.members)
 
     def check(self, rank: int, op: str, x: Tensor) -> None:
@@ -252,19 +385,26 @@ class Collective:
 
     def arrive(self, rank: int, x: Tensor, weight: int) -> None:
         """Commit this rank's part; the last one to come sets the end."""
-        self._inputs[rank] = (x, weight)
-        if len(self._inputs) == len(self.members):
+        self.inputs[rank] = (x, weight)
+        if len(self.inputs) == len(self.members) and not self._gone():
+            self._combined = True
             self._combine()
 
     def lost(self, rank: int) -> PeerLost | None:
-        """The error of ``rank``, which has arrived, when a member has gone before it did."""
-        if rank not in self._inputs:
+        """The error of ``rank``, which has arrived, when a member has gone before all had."""
+        if rank not in self.inputs or self._combined:
             return None
-        departed = self._world.departed
-        gone = [m for m in departed if m not in self._inputs and m in self.members]
+        gone = self._gone()
         if not gone:
             return None
+        for member in gone:
+            self._world.end(member)
         return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
+
+    def _gone(self) -> list[int]:
+        """The members that were lost, or have left without that they arrived."""
+        lost, departed = self._world.lost, self._world.departed
+        return [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
 
     def wait(self, transport: SimulatedTransport, after_s: float) -> None:
         """Wait for the end, and forget the operation when the last member has seen it."""
@@ -280,8 +420,8 @@ class Collective:
         return self._left == 0
 
     def _combine(self) -> None:
-        world, (x, _) = self._world, self._inputs[self.members[0]]
-        contributions = [self._inputs[m] for m in self.members if self._inputs[m][1]]
+        world, (x, _) = self._world, self.inputs[self.members[0]]
+        contributions = [self.inputs[m] for m in self.members if self.inputs[m][1]]
         self.total = sum(weight for _, weight in contributions)
         nbytes = x.nbytes if contributions else 0
         if contributions and x.numel():
@@ -290,6 +430,8 @@ class Collective:
                 self.result += theirs
             if self._factor is not None:
                 self.result *= self._factor(self.total)
+        if world.on_reduced is not None:
+            world.on_reduced(self)
         price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
         if not self._charged:
             self._complete()
@@ -304,7 +446,7 @@ class Collective:
 
     def _complete(self) -> None:
         self.done = True
-        self._inputs.clear()
+        self.inputs.clear()
         for rank in sorted(self._waiting):
             self._world.end_wait(rank)
 
@@ -353,6 +495,7 @@ class SimulatedTransport(Transport):
         self.world, self.rank, self.size = world, rank, world.size
         self._baton, self._calendar = world.baton, world.calendar
         self._inbox = world.inboxes[rank]
+        self.late = rank in world.joined_late or rank in world.reborn
         self._charged = self._works = True
         self._owed_s = 0.0
 
@@ -379,7 +522,7 @@ class SimulatedTransport(Transport):
         finally:
             self.world.vigils.pop(self.rank, None)
 
-    def lost(self, peers: Sequence[int], op: str) -> PeerLost | None:
+    def loss(self, peers: Sequence[int], op: str) -> PeerLost | None:
         """The error of a wait for ``peers``, when none of them is there any more."""
         departed = self.world.departed
         if any(peer not in departed for peer in peers):
@@ -401,14 +544,189 @@ class SimulatedTransport(Transport):
         there_s = network.transfer(self._calendar.now_s, src, self.rank, nbytes)
         self._until(there_s, op, src)
 
-    # Messages ------------------------------------------------------------------------------------
+    # Members -------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[int, ...]:
+        self._check()
+        alive = self.world.alive()
+        if self.rank in self.world.joining:
+            return ranks(tuple(sorted((*alive, self.rank))))
+        return alive
+
+    def _check(self) -> None:
+        """Let the time pass, and find out whether the others have gone on without this rank."""
         self.pass_time()
-        return self.world.alive()
+        if self.rank in self.world.behind:
+            raise LeftBehind
+
+    def membership(self) -> int:
+        return self.world.membership
+
+    def life(self, rank: int) -> int:
+        late_s = self.world.joined_late.get(rank)
+        if late_s is not None and self._calendar.now_s < late_s:
+            return 0
+        return self.world.reborn.get(rank, 1)
+
+    def last_members(self) -> tuple[tuple[int, int], ...]:
+        alive = self.alive()
+        if self.world.last_members is None:
+            self.world.last_members = tuple((rank, self.life(rank)) for rank in alive)
+        return self.world.last_members
+
+    def lost_life(self, rank: int) -> int:
+        return self.life(rank) - (rank not in self.world.departed)
+
+    def lost(self) -> frozenset[int]:
+        return frozenset(rank for rank in self.world.lost if rank in self.world.departed)
+
+    def left(self) -> frozenset[int]:
+        return frozenset(rank for rank, why in self.world.departed.items() if why == FINISHED)
+
+    def stopped(self) -> frozenset[int]:
+        return self.world.frozen
+
+    def arrived(self) -> None:
+        self._check()
+        self.world.arrive(self.rank)
+
+    def rejoin(self) -> None:
+        self.world.enter(self.rank)
+        self.late = True
+
+    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
+        window = self.world.windows[self.rank]
+        return None if window is None else (window[0], window[1].clone())
+
+    def keep(self, x: Tensor) -> None:
+        self._check()
+        self.world.kept[self.rank] = x.clone()
+
+    def kept(self) -> Tensor | None:
+        left = self.world.kept.get(self.rank)
+        return None if left is None else left.clone()
+
+    def await_change(self, seconds: float) -> bool:
+        self._check()
+        world, seen = self.world, self.world.membership
+        end_s = self._calendar.now_s + seconds
+        self._baton.wake(self.rank, end_s)
+        world.awaiting.add(self.rank)
+        try:
+            self.wait("a rank that comes back", (), lambda: None, patient=True)
+        finally:
+            world.awaiting.discard(self.rank)
+        return world.membership != seen
+
+    def await_return(self, rank: int, life: int) -> None:
+        self._check()
+        world, op = self.world, f"a successor of rank {rank}"
+        while self.life(rank) == life or rank in world.joining or rank in world.departed:
+            if world.departed.get(rank) == FINISHED:
+                raise PeerLost([rank], op, FINISHED, 0.0)
+            world.awaiting.add(self.rank)
+            try:
+                self.wait(op, (rank,), lambda: None)
+            finally:
+                world.awaiting.discard(self.rank)
 
     def starters(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank not in self.world.joined_late)
+
+    # Meetings ------------------------------------------------------------------------------------
+
+    meets = True
+
+    def call(self, step: int, stop: bool) -> None:
+        self.world.call = Call(self.world.call.number + 1, step, stop)
+
+    def called(self) -> Call:
+        return self.world.call
+
+    def meet(self, number: int, members: Sequence[int]) -> bool:
+        """Wait; in the end all go on at one time, in rank order."""
+        self._check()
+        world, op = self.world, "a meeting"
+        if world.given_up >= number:
+            return False
+        here = world.meetings.setdefault(number, set())
+        here.add(self.rank)
+        if here.issuperset(members):
+            for rank in sorted(here):
+                world.end_wait(rank)
+            self.wait(op, members, lambda: None, patient=True)
+            return True
+        lives = [self.life(member) for member in members]
+        while not here.issuperset(members):
+            gone = any(member in world.departed for member in members)
+            gone = gone or lives != [self.life(member) for member in members]
+            if gone or world.retired or world.given_up >= number:
+                world.given_up = max(world.given_up, number)
+                world.look_again()
+                return False
+            world.awaiting.add(self.rank)
+            try:
+                self.wait(op, members, lambda: None, patient=True)
+            finally:
+                world.awaiting.discard(self.rank)
+        return world.given_up < number
+
+    def is_over(self, number: int) -> bool:
+        world = self.world
+        return world.retired or world.given_up >= number or number + 1 in world.meetings
+
+    def retire(self) -> None:
+        if not self.world.retired:
+            self.pass_time()
+            self.world.retired = True
+            self.world.look_again()
+
+    def snapshot(self, shared: bool) -> dict[str, Any]:
+        world = self.world
+        state: dict[str, Any] = {
+            "inbox": [
+                (m.src, m.tag, m.x.clone(), m.arrived_s) for m in world.inboxes[self.rank].all()
+            ],
+            "window": world.windows[self.rank],
+            "kept": world.kept.get(self.rank),
+            "in_hand": sorted(world.in_hand[self.rank]),
+            "costs": world.costs[self.rank].state(),
+        }
+        if shared:
+            queues = {queue: [*place] for queue, place in world.queues.items()}
+            state |= {"network": world.network.state(), "queues": queues}
+            state |= {"returned": [*world.returned], "call": tuple(world.call)}
+            state["cores"] = [cores.state() for cores in world.baton.cores()]
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        world, rank = self.world, self.rank
+        for src, tag, x, arrived_s in state["inbox"]:
+            message = Message(src, tag, x, True, arrived_s)
+            world.inboxes[rank].add(message)
+            if arrived_s > self._calendar.now_s:
+                world.later(arrived_s, partial(self._ring, message, rank))
+        world.windows[rank] = state["window"]
+        if state["kept"] is not None:
+            world.kept[rank] = state["kept"]
+        world.in_hand[rank] = set(state["in_hand"])
+        world.costs[rank].load_state(state["costs"])
+        if "queues" in state:
+            world.network.load_state(state["network"])
+            world.queues, world.returned = state["queues"], state["returned"]
+            world.call = Call(*state["call"])
+            for cores, its_state in zip(world.baton.cores(), state["cores"], strict=True):
+                cores.load_state(its_state)
+
+    @contextmanager
+    def free(self) -> Iterator[None]:
+        before, self._charged = self._charged, False
+        try:
+            yield
+        finally:
+            self._charged = before
+
+    # Messages ------------------------------------------------------------------------------------
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         self._handle(self.world.handling.post, x)
@@ -420,7 +738,7 @@ class SimulatedTransport(Transport):
         return Offer(self, message, dst)
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        self.pass_time()
+        self._check()
         held = self.world.inboxes[dst].posted_by(self.rank)
         if held >= MAILBOX_CAPACITY or dst in self.world.departed:
             return False
@@ -458,7 +776,7 @@ class SimulatedTransport(Transport):
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
     ) -> tuple[int, Tensor]:
-        self.pass_time()
+        self._check()
         no_more = partial(self._loss if watch else self._no_more, sources, tag, op)
         while (message := self._inbox.find(sources, tag, self._calendar.now_s)) is None:
             self.world.receivers[self.rank] = (sources, tag)
@@ -469,7 +787,7 @@ class SimulatedTransport(Transport):
         return self._receive(message, like, op)
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        self.pass_time()
+        self._check()
         message = self._inbox.find(sources, tag, self._calendar.now_s)
         return None if message is None else self._receive(message, like, "poll")
 
@@ -492,7 +810,7 @@ class SimulatedTransport(Transport):
         """Why to give up on a message: all who could send it are gone, and none is on its way."""
         if any(src in sources for src in self._inbox.senders(tag)):
             return None
-        lost = self.lost(sources, op)
+        lost = self.loss(sources, op)
         return PeersGone() if lost and op == "recv_any" else lost
 
     def _loss(self, sources: Sequence[int], tag: int, op: str) -> BaseException | None:
@@ -505,14 +823,15 @@ class SimulatedTransport(Transport):
 
     def publish(self, x: Tensor) -> int:
         self._handle(self.world.handling.publish, x)
+        self._check()
         previous = self.world.windows[self.rank]
         version = 1 if previous is None else previous[0] + 1
         self.world.windows[self.rank] = (version, x.clone())
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        self._check()
         if not self._charged:
-            self.pass_time()
             window = self._window(src)
             return None if window is None else (window[0], window[1].clone())
         latency_s = self.world.network.link(self.rank, src).latency_s
@@ -556,7 +875,8 @@ class SimulatedTransport(Transport):
         return seen[0]
 
     def _window(self, src: int) -> Window | None:
-        return self.world.windows[src] if src not in self.world.departed else None
+        here = src not in self.world.departed and src not in self.world.joining
+        return self.world.windows[src] if here else None
 
     def read(
         self, src: int, like: Tensor | None, look: Callable[[], Window | None]
@@ -620,9 +940,12 @@ class SimulatedTransport(Transport):
         self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None
     ) -> CollectiveWork:
         """This rank's part in the group's next collective, in which it has not arrived yet."""
-        group = self.world.groups.get(members)
+        if self.rank in self.world.behind:
+            raise LeftBehind
+        lives = tuple(item for item in self.world.reborn.items() if item[0] in members)
+        group = self.world.groups.get((members, lives))
         if group is None:
-            group = self.world.groups[members] = Group()
+            group = self.world.groups[members, lives] = Group()
         number = group.calls[self.rank]
         group.calls[self.rank] += 1
         part = group.open.get(number)
@@ -636,14 +959,25 @@ class SimulatedTransport(Transport):
     # Clock and data ------------------------------------------------------------------------------
 
     def ticket(self, queue: int, epoch: int) -> int | None:
-        self.pass_time()
-        state = self.world.queues.setdefault(queue, [epoch, 0])
+        self._check()
+        world = self.world
+        state = world.queues.setdefault(queue, [epoch, 0])
         if state[0] > epoch:
             return None
         if state[0] < epoch:
             state[:] = [epoch, 0]
-        state[1] += 1
-        return state[1] - 1
+        again = next((b for b in world.returned if b[:2] == (queue, epoch)), None)
+        if again is not None:
+            world.returned.remove(again)
+            number = again[2]
+        else:
+            number = state[1]
+            state[1] += 1
+        world.in_hand[self.rank].add((queue, epoch, number))
+        return number
+
+    def done_with(self, queue: int, epoch: int, number: int) -> None:
+        self.world.in_hand[self.rank].discard((queue, epoch, number))
 
     def now(self) -> float:
         return self._calendar.now_s + self._owed_s
@@ -705,4 +1039,4 @@ class SimulatedTransport(Transport):
 
     def close(self) -> None:
         self.pass_time()
-        self.world.depart(self.rank, "it has finished")
+        self.world.depart(self.rank, FINISHED)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.seeds import stream
 from paceline.sim.cluster import Cluster, Compute
@@ -28,12 +28,29 @@ class Costs:
         self._varies = _variation(compute, self._random)
         self._asked_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
         self._loaded_s = 0.0
+        self._drawn = 0
         self.slowdown = 1.0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        asked_s = [*self._asked_s]
+        return {"drawn": self._drawn, "asked_s": asked_s, "loaded_s": self._loaded_s}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state` gave; only of one that is new."""
+        self._asked_s.extend(state["asked_s"])
+        self._loaded_s, self._drawn = state["loaded_s"], state["drawn"]
+        if self._varies is not None:
+            for _ in range(self._drawn):
+                self._varies()
 
     def gradient_s(self, samples: int) -> float:
         """How long forward and backward of ``samples`` take this time."""
         seconds = (self._step_s + self._sample_s * samples) * self.slowdown
-        return seconds if self._varies is None else seconds * self._varies()
+        if self._varies is None:
+            return seconds
+        self._drawn += 1
+        return seconds * self._varies()
 
     def forward_s(self, samples: int) -> float:
         """How long a forward pass alone takes: a third, as backward costs about two of them."""

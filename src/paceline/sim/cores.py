@@ -38,6 +38,14 @@ class Cores:
         self._served_s = self._since_s = 0.0
         self._sequence = 0
 
+    def state(self) -> tuple[float, float]:
+        """What a checkpoint holds of it, while nobody computes."""
+        return self._served_s, self._since_s
+
+    def load_state(self, state: tuple[float, float]) -> None:
+        """Take up what :meth:`state` gave."""
+        self._served_s, self._since_s = state
+
     def begin(self, rank: int, seconds: float) -> None:
         """Let ``rank`` compute what takes ``seconds`` on a core of its own."""
         self._advance()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,6 +107,12 @@ class Fault:
         return dataclasses.replace(self, at_s=seconds, at_step=step)
 
 
+def rank_of(fault: Fault) -> int:
+    """Whom a fault happens to."""
+    assert fault.rank is not None, "only links have faults without a rank"
+    return fault.rank
+
+
 def kill(*, rank: int) -> Fault:
     """End ``rank`` without a word, as ``kill -9`` does.
 
@@ -162,7 +169,8 @@ def parse_fault(text: str) -> Fault:
     """
     where = f"fault ({text})"
     try:
-        call: ast.expr = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # Python's on literals that look odd
+            call: ast.expr = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(f"{where} must be like {EXAMPLE}") from None
     when: dict[str, Any] = {}
@@ -174,6 +182,19 @@ def parse_fault(text: str) -> Fault:
     if call.func.id not in KINDS:
         raise UsageError(f"{where}: {unknown('fault', call.func.id, KINDS)}")
     return build(Fault, {"kind": call.func.id, **_numbers(call, where), **when}, where)
+
+
+def say_fault(fault: Fault) -> str:
+    """The sentence that :func:`parse_fault` reads as ``fault``.
+
+    >>> say_fault(freeze(rank=1, for_s=3.0).at(seconds=2.0))
+    'freeze(rank=1, for_s=3.0).at(seconds=2.0)'
+    """
+    names = ("rank", "peer", "node", "for_s", "factor")
+    given = [f"{name}={value}" for name in names if (value := getattr(fault, name)) is not None]
+    when = "" if fault.at_s is None else f".at(seconds={fault.at_s})"
+    when = when if fault.at_step is None else f".at(step={fault.at_step})"
+    return f"{fault.kind}({', '.join(given)}){when}"
 
 
 def _when(call: ast.Call, verb: str, where: str) -> dict[str, Any]:

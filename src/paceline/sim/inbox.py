@@ -105,18 +105,14 @@ class Inbox:
         else:
             del senders[message.src]
 
-    def withdraw(self, src: int) -> None:
-        """Take out what ``src`` offered and nobody took; what it posted stays."""
-        kept = sorted(
-            (
-                message
-                for senders in self._queues.values()
-                for queue in senders.values()
-                for message in queue
-                if message.posted or message.src != src
-            ),
-            key=lambda message: message.number,
-        )
+    def all(self) -> list[Message]:
+        """All messages, in the order in which they were sent."""
+        every = (queue for senders in self._queues.values() for queue in senders.values())
+        return sorted((m for queue in every for m in queue), key=lambda message: message.number)
+
+    def withdraw(self, src: int, posted: bool = False) -> None:
+        """Take out what ``src`` offered and nobody took; what it ``posted``, too, or not."""
+        kept = [m for m in self.all() if m.src != src or (m.posted and not posted)]
         self.clear()
         for message in kept:
             self.add(message)

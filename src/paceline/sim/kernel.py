@@ -25,8 +25,8 @@ class Killed(BaseException):
 class Calendar:
     """Events in virtual time. An event is a callback, or the waking of a rank."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.now_s = start_s
         self.events = 0
         self._heap: list[tuple[float, int, int, int, Callable[[], None] | None]] = []
         self._sequence = 0
@@ -110,6 +110,10 @@ class Baton:
         """Let the ranks of a node share so many cores; ``nodes`` says where each rank lives."""
         each = {node: Cores(self.calendar, count, self.wake) for node in set(nodes)}
         self._cores = [each[node] for node in nodes]
+
+    def cores(self) -> list[Cores]:
+        """The cores of each node, where ranks share them."""
+        return [*dict.fromkeys(self._cores or ())]
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
         """Run ``body(rank)`` for every rank, to the end; raise what ended the run early."""
@@ -231,6 +235,14 @@ class Baton:
             state.held_wake = True
             self.wait(rank, "a freeze", (), patient=True)
 
+    def revive(self, rank: int, after_s: float) -> None:
+        """Let a killed ``rank``, whose thread calls this, live again after a while."""
+        state = self.ranks[rank]
+        state.interrupt = state.wait = state.then = None
+        state.held_wake, state.frozen_since_s, state.left_s = False, None, None
+        state.turn += 1
+        self.sleep(rank, after_s)
+
     def abort(self, failure: BaseException) -> None:
         """End the run because of ``failure``: every rank still there is ended."""
         if self.failure is None:
@@ -243,8 +255,7 @@ class Baton:
     def _thread(self, body: Callable[[int], None], rank: int) -> None:
         self._locks[rank].acquire()
         try:
-            self.check(rank)
-            body(rank)
+            body(rank)  # which looks for itself whether it was killed before it began
         except Killed:
             pass
         except BaseException as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.sim.cluster import Cluster, Link
 from paceline.sim.faults import Fault
@@ -52,6 +52,19 @@ class Network:
         if stands_for is not None:
             self._tensors, self._scale = stands_for.tensors, stands_for.bytes / nbytes
         return self._scale
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: until when its cards are busy, and what went through."""
+        return {
+            "sending": dict(self._sending_until_s),
+            "receiving": dict(self._receiving_until_s),
+            "wire_bytes": self.wire_bytes,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state` gave."""
+        self._sending_until_s, self._receiving_until_s = state["sending"], state["receiving"]
+        self.wire_bytes = state["wire_bytes"]
 
     def link(self, src: int, dst: int) -> Link:
         """The way from one rank to another."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.guard import norm
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.strategies.decentralised import Decentralised, candidates, draw
@@ -62,7 +63,7 @@ class ADPSGD(Decentralised):
         [-1.5, -1.5]
 
     Faults: a slow worker answers late and delays nobody. One that is dead, has left or is stopped
-    for too long is not picked any more; an offer that it has not answered moves nobody. One that
+    is not picked; an offer that it has not answered moves nobody. One that
     has come to its end answers at the very end. A worker that comes late takes the model of a live
     peer and takes part.
 
@@ -102,20 +103,26 @@ class ADPSGD(Decentralised):
         self.take_mean(x, self.steps > 0)
 
     def _count_open(self, workers: Comm) -> int:
+        if workers.size == 1:  # nobody waits with it until its offers are answered
+            return 0
         alive = self.comm.alive()
         self.open = [peer for peer in self.open if peer in alive]
-        return workers.all_reduce(self.replica.flat.x.new_empty(0), len(self.open))
+        waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
+        return workers.all_reduce(waited_for, len(self.open))
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""
         for peer, message in self.comm.poll(self.like(x), MOVE):
             note, move = self.unwrap(message, x)
-            x.add_(move)
+            if self.guard.admits(norm(move), peer, "move"):
+                x.add_(move)
             self.open = [other for other in self.open if other != peer]
             self.stale.note(self.steps - round(note.steps))
         for peer, message in self.comm.poll(self.like(x), OFFER):
             note, theirs = self.unwrap(message, x)
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
+            if not self.trusts(peer, move, theirs, x):
+                move.zero_()
             if self.comm.post(Parcel.of(note, move).buffer, peer, MOVE):
                 x.sub_(move)
 
@@ -125,6 +132,6 @@ class ADPSGD(Decentralised):
         self.open = [peer for peer in self.open if peer in live]
         if self.open:
             return
-        peer = draw(candidates(self.topology, live, rank), self.seed, rank, self.steps)
+        peer = draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
         if peer is not None and self.comm.post(self.wrap(x), peer, OFFER):
             self.open.append(peer)

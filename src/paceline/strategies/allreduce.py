@@ -45,9 +45,11 @@ class AllReduce(Lockstep):
         >>> pl.simulate(train, workers=3, strategy="allreduce").metrics[0]["weight"]
         -1.0
 
-    Faults: a slow worker slows all to its pace. A dead or stopped one ends the run, naming it. A
-    worker that runs out of data takes part with weight 0 until all have; it ends with the same
-    parameters. A gradient that a scaler finds infinite on one worker makes all skip that step.
+    Faults: a slow worker slows all to its pace. A dead or stopped one ends the run, naming it; or,
+    with ``on_loss="continue"``, the others go on, with the mean over those who are left. A worker
+    that runs out of data takes part with weight 0 until all have; it ends with the same
+    parameters. A gradient that a scaler finds infinite on one worker makes all skip that step; one
+    that the guard drops has weight 0.
 
     Bytes: each worker hands in the size of the gradient at each step.
 
@@ -66,18 +68,20 @@ class AllReduce(Lockstep):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         self.steps += 1
-        self.meet(x, max(1, round(self.replica.share * FULL)))
+        weight = 0 if self.replica.dropped else max(1, round(self.replica.share * FULL))
+        self.meet(x, weight)
+        self.replica.dropped = False
         self.local_update()
 
     def meet(self, x: Tensor, weight: int) -> int:
         replica, g = self.replica, self.replica.flat.g
         if weight not in (0, FULL):
             g.mul_(weight / FULL)
-        odd = weight > 0 and (replica.overflow or any(replica.flat.missing))
+        odd = replica.dropped or (weight > 0 and (replica.overflow or any(replica.flat.missing)))
         total, anyone_odd = self.reduce(g, weight, odd, unit=FULL)
         if anyone_odd:
             self._agree(g, weight > 0)
-        return total
+        return total or int(anyone_odd)
 
     def _agree(self, g: Tensor, contributes: bool) -> None:
         """Agree which parameters have a gradient anywhere, and whether any was infinite."""

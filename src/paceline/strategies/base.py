@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from paceline.errors import PeerLost, UsageError
+from paceline.guard import Guard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from paceline.replica import Replica
 
 WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
+SUMMONS = -1.0
+"""What stands for the number of a message that calls a rank that is no worker to a meeting."""
 
 T = TypeVar("T")
 
@@ -61,6 +64,8 @@ class Strategy(ABC):
         workers: how many there are, or will be.
         seed: of the run, for what a method draws.
         stale: how old what this worker applied was.
+        guard: judges updates before they are handed on, or taken in.
+        on_summons: saves this rank, which is no worker, together with all others.
     """
 
     paper: ClassVar[str] = ""
@@ -105,12 +110,27 @@ class Strategy(ABC):
         """Instead of :meth:`setup`, of a worker that comes later: take what the others have."""
         raise UsageError(f"{type(self).__name__} takes no worker in mid-run")
 
+    def rejoin(self, x: Tensor) -> None:
+        """After the others have gone on without this worker: begin anew, as one that comes late."""
+        self.__post_init__()
+        self.join(x)
+
+    def __post_init__(self) -> None:  # noqa: B027 - a method may have neither
+        """Check the options, and begin with fresh state."""
+
     @abstractmethod
     def step(self, x: Tensor, g: Tensor | None) -> None:
         """After a gradient is ready."""
 
     def settle(self, x: Tensor) -> None:  # noqa: B027 - most methods leave nothing pending
         """Before the parameters are read: finish what :meth:`step` left pending."""
+
+    def succeed(self, x: Tensor) -> dict[str, Any]:
+        """Instead of :meth:`setup`, of a rank that is no worker and follows one that was lost.
+
+        What it returns, in particular how much was lost, goes into the run's record.
+        """
+        raise UsageError(f"{type(self).__name__}: nobody can follow a rank that is no worker")
 
     def serve(self, x: Tensor) -> None:
         """The whole life of a rank that is not a worker."""
@@ -134,12 +154,38 @@ class Strategy(ABC):
                 stacklevel=2,
             )
 
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    @property
+    def drift(self) -> int | None:
+        """How many steps workers can be apart; None where one may stand still after any step.
+
+        With a number, workers stand still after the same step, so that nobody waits for another.
+        """
+        return int(getattr(self, "interval", 1)) if self.synchronous else None
+
+    def before_meeting(self, number: int) -> None:  # noqa: B027 - few workers wait for one another
+        """Before this worker stands still: let those go who wait for it inside of a step."""
+
+    def go_on(self, x: Tensor) -> None:  # noqa: B027 - likewise
+        """After all have stood still: do what was put off for it."""
+
+    def summon(self, rank: int, number: int, stop: bool) -> None:
+        """Have a rank that is no worker call ``self.on_summons(number, stop)`` in :meth:`serve`."""
+        raise UsageError(
+            f"{type(self).__name__} has roles beside workers, and cannot be checkpointed without"
+            " summon()"
+        )
+
     # What a method works with --------------------------------------------------------------------
 
     def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
         """Tie the strategy to its place in a run; called once, before :meth:`setup`."""
         self.comm, self.replica, self.workers, self.seed = comm, replica, workers, seed
         self.stale = Staleness()
+        self.guard = Guard(comm.rank)
+        self._missed: set[int] = set()
+        self.on_summons: Callable[[int, bool], None] = lambda number, stop: None
 
     def live_workers(self) -> Sequence[int]:
         """The workers that are here now, this one included, in order."""
@@ -153,16 +199,20 @@ class Strategy(ABC):
     def among_live(self, act: Callable[[Comm], T], measuring: bool = False) -> T:
         """Let all workers that are left ``act`` together; again, if one is lost on the way.
 
-        What is only ``measuring`` the run counts nowhere, and takes no virtual time.
+        Those who are members when the first worker comes to this are the ones that meet. Who comes
+        later, or again, acts alone: some of the others may have passed by without it, and those who
+        have not cannot know. What is only ``measuring`` the run counts nowhere, and takes no
+        virtual time.
         """
-        comm = self.comm.uncharged() if measuring else self.comm
-        lost: set[int] = set()
+        comm, own = self.comm.uncharged() if measuring else self.comm, self.comm.rank
+        workers = [(r, life) for r, life in self.comm.last_members() if r < self.workers]
         while True:  # only who is missed shrinks the group, so that all come to the same one
-            left = [rank for rank in range(self.workers) if rank not in lost]
+            here = [rank for rank, life in workers if self.comm.life(rank) == life]
+            left = [rank for rank in here if rank not in self._missed]
             try:
-                return act(comm.group(left))
+                return act(comm.group(left if own in left else [own], strict=True))
             except PeerLost as error:
-                lost.update(error.ranks)
+                self._missed.update(error.ranks)
 
     def local_update(self) -> None:
         """Run the user's own optimizer on the parameters and their gradients."""

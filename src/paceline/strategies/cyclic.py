@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.errors import PeerLost
 from paceline.options import at_least
-from paceline.strategies.served import GradientServed, Request
+from paceline.strategies.served import ABSENT, GradientServed, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +63,8 @@ class Cyclic(GradientServed):
     it (the fixed method always waits). When the holder is dead, or stopped for too long, the server
     makes a new token of a higher generation for the next worker, and refuses pushes under an older
     one; their gradients stay with their worker until its next turn. Who has come to its end is
-    skipped. A worker that comes late fetches the model and enters the ring at its place. The loss
-    of a server ends the run, naming it.
+    skipped. A worker that comes late fetches the model and enters the ring at its place. A lost
+    server is followed by another, which goes on where it was, with a new token.
 
     Bytes: each turn sends and is sent the size of the model (and a few numbers), and passes on a
     token of 16.
@@ -77,7 +78,15 @@ class Cyclic(GradientServed):
     """
 
     paper: ClassVar[str] = "Hu et al., PRCV 2018"
-    state: ClassVar[tuple[str, ...]] = ("steps", "versions", "pending", "accrued", "token")
+    state: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "versions",
+        "pending",
+        "accrued",
+        "token",
+        "met",
+        "called",
+    )
 
     max_accumulated: int = 4
     scale: Literal["mean", "sum"] = "mean"
@@ -87,6 +96,7 @@ class Cyclic(GradientServed):
         super().__post_init__()
         at_least("max_accumulated", self.max_accumulated, 1)
         self.token: int | None = None
+        self.met = self.called = 0
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
         if self.max_accumulated > 1:
@@ -109,11 +119,24 @@ class Cyclic(GradientServed):
         self.steps += 1
         self.accrue(g, self.local_move)
         self._look_for_token()
+        self.go_on(x)
+
+    def go_on(self, x: Tensor) -> None:
+        """Take a turn, if there is a token or it must be waited for; a meeting comes before."""
         while self.token is not None or self.pending >= self.max_accumulated:
+            if self.token is None and self.called > self.met:
+                return
             if self.token is None:
                 self._wait_for_token()
-            elif not self.pending or self._take_turn(x, last=False):
+            elif not (self.pending or self.replica.dropped) or self._take_turn(x, last=False):
                 return
+
+    def before_meeting(self, number: int) -> None:
+        """Who waits for the token, which this worker may have, is told not to."""
+        self.met = number
+        for peer in self.live_workers():
+            if peer != self.comm.rank:
+                self.comm.post(self._token(-number), peer, TOKEN)
 
     def flush(self, x: Tensor) -> None:
         """Wait for the token once more: hand in the rest, and leave the ring."""
@@ -130,11 +153,14 @@ class Cyclic(GradientServed):
         src, message = self.comm.recv_or_loss(self._token(), TOKEN)
         if message is not None:
             self._receive(message)
-        elif src >= self.workers:
-            raise PeerLost(src, "the wait for the token", "it is gone", 0.0)
+        elif src >= self.workers:  # who follows makes a new token
+            self.find_successor(src, self.comm.lost_life(src))
 
     def _receive(self, message: Tensor) -> None:
         generation = int(message[0])
+        if generation < 0:  # a call to a meeting
+            self.called = max(self.called, -generation)
+            return
         self.token = generation if self.token is None else max(self.token, generation)
 
     def _take_turn(self, x: Tensor, last: bool) -> bool:
@@ -153,7 +179,7 @@ class Cyclic(GradientServed):
         for shard in range(1, self.shards):
             self.hear(shard, x)
         self.pushed()
-        self._pass_on(round(first.successor))
+        self._pass_on(round(first.successor), last)
         return True
 
     def _push(self, shard: int, a: Tensor, last: bool) -> None:
@@ -166,36 +192,63 @@ class Cyclic(GradientServed):
         """The message that a token is."""
         return self.replica.flat.x.new_empty(0).double().new_tensor([generation, version])
 
-    def _pass_on(self, successor: int) -> None:
+    def _pass_on(self, successor: int, last: bool) -> None:
+        """Pass the token on; while there is no room for it, keep it for another turn."""
         if successor in (self.comm.rank, -1):
             return
         assert self.token is not None
-        message = self._token(self.token, self.versions[0])
-        self.token = None
-        self.comm.post(message, successor, TOKEN)
+        generation, self.token = self.token, None
+        message = self._token(generation, self.versions[0])
+        if self.comm.post(message, successor, TOKEN):
+            return
+        if not last:
+            self.token = generation
+            return
+        with suppress(PeerLost):
+            self.comm.send(message, successor, TOKEN)
 
     # A server's side -----------------------------------------------------------------------------
 
     def open(self, w: Tensor, part: slice) -> None:
         super().open(w, part)
-        self.ring = set(self.first_workers())
-        self.holder, self.giver = min(self.ring), -1
-        self.generation = 0
+        self.holder, self.giver, self.owes = min(self.listed()), -1, False
+
+    def server_state(self) -> dict[str, Any]:
+        own = {"holder": self.holder, "giver": self.giver, "owes": self.owes}
+        return {**super().server_state(), **own}
+
+    def load_server_state(self, state: dict[str, Any]) -> None:
+        super().load_server_state(state)
+        self.holder, self.giver, self.owes = state["holder"], state["giver"], state["owes"]
+
+    def take_over(self) -> dict[str, Any]:
+        facts = super().take_over()
+        alive = self.live_workers()
+        for worker in self.listed():
+            if worker not in alive:
+                self.marks[worker] = ABSENT
+        self.holder = min(self.listed(), default=-1)
+        self._make_token()
+        return facts
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
         if request.join:
             self._enter(src)
-        elif request.token < self.generation and self._judges():
+        elif request.token < self.era and self._judges():
             self.reply(src, accepted=False)
+            if self.owes and src == self.holder:
+                self._give_token()
         else:
+            if request.last:
+                self.marks[src] = ABSENT
             self.apply(request, vector, settings, self._decays(request))
             if request.last:
-                self.ring.discard(src)
+                self.publish()
             self.giver, self.holder = src, self._after(src)
             self.reply(src, successor=self.holder)
 
     def gone(self, src: int) -> None:
-        self.ring.discard(src)
+        super().gone(src)
         if self.holder == src:
             self.holder = self._after(src)
             self._make_token()
@@ -203,17 +256,25 @@ class Cyclic(GradientServed):
             self._make_token()
 
     def _enter(self, src: int) -> None:
-        self.ring.add(src)
+        self.marks[src] = 0
+        self.publish()
         self.reply(src)
         if self.holder < 0:
             self.holder = src
             self._make_token()
 
     def _make_token(self) -> None:
-        self.generation += 1
+        """Make a token of a higher generation, which the books keep, and give it to the holder."""
+        self.era += 1
+        self.publish()
+        self.giver = -1
         if self.holder >= 0 and self._judges():
-            message = self._token(self.generation, self.version)
-            self.desk.post(message, self.holder, TOKEN)
+            self._give_token()
+
+    def _give_token(self) -> None:
+        """Give the token to the holder; later, if that has not taken its mail yet."""
+        message = self._token(self.era, self.version)
+        self.owes = not self.desk.post(message, self.holder, TOKEN)
 
     def _judges(self) -> bool:
         """Whether this is the server that says which token is valid."""
@@ -221,8 +282,8 @@ class Cyclic(GradientServed):
 
     def _after(self, src: int) -> int:
         """Who comes next in the ring; -1 when nobody is left."""
-        later = [rank for rank in sorted(self.ring) if rank > src]
-        return later[0] if later else min(self.ring, default=-1)
+        ring = self.listed()
+        return next((rank for rank in ring if rank > src), min(ring, default=-1))
 
     def _decays(self, request: Request) -> float:
         return request.batches if self.scale == "sum" else 1

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from paceline.errors import UsageError
+from paceline.errors import PeersGone
+from paceline.guard import ABSURD, is_sound, norm
 from paceline.parcel import Parcel
 from paceline.seeds import stream
 from paceline.strategies.base import Strategy
@@ -57,34 +58,67 @@ class Decentralised(Strategy):
         self.comm.group(self.comm.starters()).barrier()  # from here on all have something to read
 
     def join(self, x: Tensor) -> None:
-        for peer in self.live_workers():
+        for peer in self.partners():
             if peer == self.comm.rank:
                 continue
-            if (seen := self.comm.peek(peer, self.like(x))) is not None:
-                x.copy_(self.unwrap(seen[1], x)[1])
+            seen = self.comm.peek(peer, self.like(x))
+            if seen is not None and is_sound(model := self.unwrap(seen[1], x)[1]):
+                x.copy_(model)
                 self.show(x)
                 return
-        raise UsageError("no worker is left whose model a new one could take")
+        raise PeersGone  # nobody is left whose model it could take
+
+    def rejoin(self, x: Tensor) -> None:
+        """As one that comes late; where nobody has gone on meanwhile, with the model it has."""
+        try:
+            super().rejoin(x)
+        except PeersGone:
+            if self.comm.left():
+                raise
+            self.show(x)
 
     def answer(self, x: Tensor) -> Tensor:
         """The mean of those alive, each as it last published; of this one, as it is."""
-        look, like, models = self.comm.uncharged(), self.like(x), []
-        for peer in self.live_workers():
+        look, like, models = self.comm.uncharged(), self.like(x), [x]
+        for peer in self.partners():
             if peer != self.comm.rank and (seen := look.peek(peer, like)) is not None:
                 models.append(self.unwrap(seen[1], x)[1])
-        mean = x.clone()
-        average(mean, models)
+        first, *others = [model for model in models if is_sound(model)] or [x]
+        mean = first.clone()
+        average(mean, others)
         return mean
 
+    def partners(self) -> Sequence[int]:
+        """The workers to meet with now, this one included: not those that are stopped."""
+        live, stopped = self.live_workers(), self.comm.stopped()
+        return [rank for rank in live if rank not in stopped] if stopped else live
+
     def take_mean(self, x: Tensor, trained: bool) -> None:
-        """At the end: the mean of all that have trained at all."""
+        """At the end: the mean of all that have trained at all, and are not set aside."""
+        counts = trained and self.comm.rank not in self.guard.aside and is_sound(x)
 
         def mean(workers: Comm) -> Tensor:
+            if workers.size == 1:
+                return self.answer(x)
             total = x.clone()
-            workers.all_reduce(total, int(trained), lambda count: 1 / count)
+            workers.all_reduce(total, int(counts), lambda count: 1 / count)
             return total
 
         x.copy_(self.among_live(mean))
+
+    def trusts(self, peer: int, move: Tensor, model: Tensor, x: Tensor) -> bool:
+        """Whether the ``move`` to or from a peer's ``model`` may be made.
+
+        When it is this worker's own model that is broken, that of the peer takes its place.
+        """
+        size = norm(move)
+        if size < ABSURD or is_sound(x):
+            return self.guard.admits(size, peer, "model")
+        self.guard.admits(size, self.comm.rank, "model")
+        if is_sound(model):
+            self.replica.forget_moments()
+            x.copy_(model)
+        return False
 
     # Models in messages --------------------------------------------------------------------------
 

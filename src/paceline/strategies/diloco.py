@@ -56,8 +56,9 @@ class DiLoCo(Lockstep):
         [-1.425, -1.425]
 
     Faults: a slow worker slows all to its pace at each outer step. A dead or stopped one ends the
-    run, naming it. A worker that runs out of data adds its last steps to the next outer step and
-    then takes part with weight 0; it ends with the same parameters.
+    run, naming it; or, with ``on_loss="continue"``, the others go on, without its last steps. A
+    worker that runs out of data adds its last steps to the next outer step and then takes part with
+    weight 0; it ends with the same parameters.
 
     Bytes: each worker hands in the size of the model every H steps.
 
@@ -112,12 +113,14 @@ class DiLoCo(Lockstep):
     def meet(self, x: Tensor, weight: int) -> int:
         assert self.reference is not None
         moved = self.reference - x
-        total, _ = self.reduce(moved, weight, unit=1)
+        weight, dropped = self.judge(moved, weight)
+        total, anyone_dropped = self.reduce(moved, weight, dropped, unit=1)
         if total:
             self._outer_step(moved)
+        if total or anyone_dropped:
             x.copy_(self.reference)
         self.pending = 0
-        return total
+        return total or int(anyone_dropped)
 
     def _outer_step(self, moved: Tensor) -> None:
         """Nesterov's step of torch, with the mean of what was moved for a gradient."""

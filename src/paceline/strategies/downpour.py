@@ -62,7 +62,7 @@ class Downpour(GradientServed):
 
     Faults: a slow worker pushes less often and delays nobody. The server goes on without a dead or
     stopped one; what it had not pushed is lost. A worker that comes late fetches the model and
-    takes part. The loss of a server ends the run, naming it.
+    takes part. A lost server is followed by another, which goes on where it was.
 
     Bytes: each worker sends the size of the model every ``push_interval`` steps and is sent it
     every ``fetch_interval`` steps (and a few numbers with each).
@@ -89,13 +89,14 @@ class Downpour(GradientServed):
         self.unheard = False
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        pushed = [step for step in range(steps) if self._pushes(step)]
-        fetched = [step for step in range(steps) if self._fetches(step)]
-        last = pushed[-1] if pushed else -1
+        pushed = {step for step in range(steps) if self._pushes(step)}
+        fetched = {step for step in range(steps) if self._fetches(step)}
+        last = max(pushed, default=-1)
         rest = steps > last + 1 or (last >= 0 and not self._fetches(last))
         requests = (len(pushed) + rest) * (nbytes + self.request_overhead)
-        replies = (len(fetched) + rest) * (nbytes + self.reply_overhead)
-        return workers * (requests + replies) + nbytes * (workers + self.shards)
+        replies = (len(pushed & fetched) + rest) * (nbytes + self.reply_overhead)
+        looks = len(fetched - pushed) * (nbytes + self.reply_overhead + self.books_bytes(workers))
+        return workers * (requests + replies + looks) + nbytes * (workers + self.shards)
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None

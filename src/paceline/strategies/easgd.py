@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.errors import UsageError
+from paceline.guard import norm
 from paceline.options import at_least, finite
 from paceline.strategies.base import WORKER
 from paceline.strategies.served import Request, Served
@@ -65,9 +66,9 @@ class EASGD(Served):
 
     Faults: a slow worker exchanges less often and delays nobody. The center goes on without a dead
     or stopped one; what it had found since its last exchange is lost. A worker that comes late
-    starts at the center. The loss of a server ends the run, naming it. With ``sync``, a slow worker
-    slows all, a lost one ends the run, naming it, and one that runs out of data takes part with
-    weight 0.
+    starts at the center. A lost server is followed by another, with the center as it was last
+    published. With ``sync``, a slow worker slows all, a lost one ends the run, naming it, or is
+    left out with ``on_loss="continue"``, and one that runs out of data takes part with weight 0.
 
     Bytes: each worker sends and is sent the size of the model every tau steps (with ``sync`` it
     hands it in), and a few numbers.
@@ -198,13 +199,29 @@ class EASGD(Served):
         if self.center is not None:
             return self._meet(x, 1)[1]
         e = x.clone()
-        self.exchange(x, e)
-        return e
+        if self.guard.admits(norm(x), self.comm.rank, "model"):
+            self.exchange(x, e)
+            return e
+        self._begin_anew()
+        return e.zero_()
+
+    def _begin_anew(self) -> None:
+        """Leave a model that the guard has dropped, and go on from the center."""
+        self.replica.forget_moments()
+        self.velocity = self.plain = None
+        self.ahead = False
+        if self.center is None:
+            self.join(self.replica.flat.x)
+        else:
+            self.replica.flat.x.copy_(self.center)
 
     def _meet(self, x: Tensor, weight: int) -> tuple[int, Tensor]:
         """Move every copy of the center by the pulls of all workers."""
         assert self.center is not None
         e = (x - self.center) * self.moving_rate
+        if weight and not self.guard.admits(norm(e), self.comm.rank, "pull"):
+            e.zero_()
+            self._begin_anew()
         pulls = e.clone()
         total = self.comm.all_reduce(pulls, weight)
         if total:
@@ -221,7 +238,18 @@ class EASGD(Served):
             self.reply(src)
             return
         c = self.shelf.vector
+        if not request.batches:
+            self.reply(src, c.new_zeros(c.shape))
+            return
         e = (vector - c).mul_(self.moving_rate)
         c.add_(e)
         self.updated(request._replace(version=self.version))  # read and moved in one
         self.reply(src, e)
+
+    def size_of(self, vector: Tensor) -> float:
+        return norm(vector - self.shelf.vector) * self.moving_rate
+
+    def repeat(self, src: int) -> None:
+        """By how much the worker was to move is lost: it does not, and one exchange is missed."""
+        self.missed += 1
+        self.reply(src, self.shelf.vector.new_zeros(self.shelf.vector.shape))

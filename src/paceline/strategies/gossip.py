@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
 from paceline.options import at_least
 from paceline.seeds import stream
 from paceline.strategies.decentralised import (
@@ -73,9 +73,10 @@ class Gossip(Decentralised):
         [-1.5, -1.5]
 
     Faults: a slow worker delays nobody; its peers read an older model. One that is dead, has left
-    or is stopped for too long is not picked any more, and a ring closes over its place. A worker
-    that comes late takes the model of a live peer and takes part. With ``sync``, a slow worker
-    slows all, a lost one ends the run, naming it, and one that runs out of data is not picked.
+    or is stopped is not picked, and a ring closes over its place. A worker that comes late takes
+    the model of a live peer and takes part. With ``sync``, a slow worker slows all, a lost one ends
+    the run, naming it, or is left out with ``on_loss="continue"``, and one that runs out of data is
+    not picked.
 
     Bytes: one model and 24 bytes for each gossip, whatever the number of workers; with ``sync``
     also 8 bytes per worker and step; and one model each at the end, for the mean.
@@ -89,7 +90,7 @@ class Gossip(Decentralised):
     """
 
     paper: ClassVar[str] = "Jin, Yuan, Iandola, Keutzer, 2016"
-    state: ClassVar[tuple[str, ...]] = ("steps",)
+    state: ClassVar[tuple[str, ...]] = ("steps", "step_times")
 
     mode: Literal["pull", "push"] = "pull"
     sync: bool = False
@@ -104,7 +105,7 @@ class Gossip(Decentralised):
             raise UsageError(f"probability ({self.probability}) must be above 0 and at most 1")
         if self.probability is not None and self.interval != 1:
             raise UsageError("probability must not be given together with interval")
-        self._step_times: list[float] = []
+        self.step_times: list[float] = []
         self._ended: set[int] = set()
 
     @property
@@ -148,7 +149,7 @@ class Gossip(Decentralised):
     def _local_step(self, x: Tensor) -> None:
         self.local_update()
         self.steps += 1
-        self._step_times = [*self._step_times[-_REMEMBERED:], self.comm.now()]
+        self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.now()]
         if self.order == "mix_first":
             self.show(x)
 
@@ -158,7 +159,7 @@ class Gossip(Decentralised):
         """The models to average with now, if any."""
         if self.sync:
             return self._swap(x, self._meet(True))
-        peers = self.live_workers()
+        peers = self.partners()
         if self._ended:
             peers = [peer for peer in peers if peer not in self._ended]
         peer = self._pick(peers) if self._is_due() else None
@@ -167,7 +168,7 @@ class Gossip(Decentralised):
         if peer is not None:
             self.comm.post(self.wrap(x), peer, MODEL)
         arrived = self.comm.poll(self.like(x), MODEL)
-        return [model for _, message in arrived for model in self._open(message, x)]
+        return [model for src, message in arrived for model in self._open(src, message, x)]
 
     def _is_due(self) -> bool:
         if self.probability is None:
@@ -199,8 +200,17 @@ class Gossip(Decentralised):
         sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
         for target in targets:
             self.comm.post(self.wrap(x), target, MODEL)
-        messages = [self.comm.recv(self.like(x), source, MODEL) for source in sources]
-        return [self.unwrap(message, x)[1] for message in messages]
+        models = []
+        for source in sources:
+            try:
+                model = self.unwrap(self.comm.recv(self.like(x), source, MODEL), x)[1]
+            except PeerLost:
+                if not self.comm.elastic:
+                    raise
+                continue
+            if self.trusts(source, model - x, model, x):
+                models.append(model)
+        return models
 
     # Models that arrive --------------------------------------------------------------------------
 
@@ -208,12 +218,12 @@ class Gossip(Decentralised):
         seen = self.comm.peek(peer, self.like(x))
         if seen is not None and self.unwrap(seen[1], x)[0].finished:
             self._ended.add(peer)
-        return [] if seen is None else self._open(seen[1], x)
+        return [] if seen is None else self._open(peer, seen[1], x)
 
-    def _open(self, message: Tensor, x: Tensor) -> list[Tensor]:
+    def _open(self, peer: int, message: Tensor, x: Tensor) -> list[Tensor]:
         """The model in a message, unless its worker has come to its end; note how old it is."""
         note, model = self.unwrap(message, x)
-        if note.finished:
+        if note.finished or not self.trusts(peer, model - x, model, x):
             return []
-        self.stale.note(len(self._step_times) - bisect_right(self._step_times, note.time_s))
+        self.stale.note(len(self.step_times) - bisect_right(self.step_times, note.time_s))
         return [model]

@@ -61,8 +61,9 @@ class Hierarchical(Lockstep):
         [-2.5, -2.5, -0.5, -0.5]
 
     Faults: a slow worker slows its group at each average of the group, and all at each average of
-    all. A dead or stopped one ends the run, naming it. A worker that runs out of data adds its last
-    steps to the next averages and then takes part with weight 0; it ends with the same parameters.
+    all. A dead or stopped one ends the run, naming it; or, with ``on_loss="continue"``, the others
+    go on, without its last steps. A worker that runs out of data adds its last steps to the next
+    averages and then takes part with weight 0; it ends with the same parameters.
 
     Bytes: each worker hands in the size of the model every ``group_interval`` steps; every
     ``interval`` steps it goes to all, else no further than its group.
@@ -124,11 +125,12 @@ class Hierarchical(Lockstep):
             pass
 
     def meet(self, x: Tensor, weight: int) -> int:
+        weight, dropped = self.judge(x, weight)
         v = x if weight else x.new_zeros(x.shape)
-        total, _ = self.reduce(v, weight, unit=1)
+        total, anyone_dropped = self.reduce(v, weight, dropped, unit=1)
         if total:
             x.copy_(v)
-        return total
+        return total or int(anyone_dropped)
 
     def _next_meeting(self, x: Tensor) -> bool:
         """Average in the group or over all, whichever is due; False after the last of all."""
@@ -142,6 +144,7 @@ class Hierarchical(Lockstep):
         return total > 0
 
     def _average_group(self, x: Tensor, weight: int) -> None:
+        weight, _ = self.judge(x, weight)
         v = x if weight else x.new_zeros(x.shape)
         if self.group.all_reduce(v, weight, lambda total: 1 / total):
             x.copy_(v)

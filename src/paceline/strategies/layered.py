@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.errors import PeerLost
+from paceline.guard import norm
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.settings import read_settings, write_settings
 from paceline.strategies.allreduce import FULL
-from paceline.strategies.base import COMMUNICATOR, WORKER, Strategy
+from paceline.strategies.base import COMMUNICATOR, SUMMONS, WORKER, Strategy
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
 from paceline.topology import groups
 
@@ -75,10 +76,11 @@ class Layered(Strategy):
         >>> run.metrics[0]["before"], run.metrics[0]["after"]
         (0.0, -1.0)
 
-    Faults: a slow worker slows all to its pace. One that is dead, or stopped for too long, is left
-    out, and the mean is that of the others. When a communicator is lost, its group goes on through
-    the next one, which hands out again what the group may have missed. A worker that runs out of
-    data takes part with weight 0; it ends with the same parameters.
+    Faults: a slow worker slows all to its pace. A dead or stopped one ends the run, naming it; or,
+    with ``on_loss="continue"``, it is left out, and the mean is that of the others. When a
+    communicator is lost then, its group goes on through the next one, which hands out again what
+    the group may have missed; the only one is followed by another. A worker that runs out of data
+    takes part with weight 0; it ends with the same parameters.
 
     Bytes: at each step a worker sends and is sent the size of the gradient, and each communicator
     hands it in once more; each message carries 24 bytes and 8 for each parameter tensor with it.
@@ -103,6 +105,9 @@ class Layered(Strategy):
         at_least("group_size", self.group_size, 1)
         self.steps = self.rounds = 0
         self._sent: Tensor | None = None
+        self._last: Tensor | None = None
+        self._round = 0
+        self._came: dict[int, Parcel] = {}
         self.behind = False
 
     def roles(self, workers: int) -> tuple[str, ...]:
@@ -122,11 +127,15 @@ class Layered(Strategy):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._lay_out(x)
+
+    def _lay_out(self, x: Tensor) -> None:
         flat = self.replica.flat
         self._numbers = len(Head._fields) + len(flat.spans)
         self._mean = x.new_zeros(x.shape)
         self._views = flat.views(self._mean)
         self._communicator = self.workers + self.comm.rank // self.group_size
+        self._life = 1
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
@@ -145,7 +154,7 @@ class Layered(Strategy):
 
     def finish(self, x: Tensor) -> None:
         total = 1
-        while total % ODD:
+        while total % BEHIND:
             self._send_up(x, 0)
             *_, total = self._receive()
             self.behind = self.behind or total % ODD > 0
@@ -155,9 +164,13 @@ class Layered(Strategy):
     def _send_up(self, g: Tensor, weight: int) -> None:
         """Hand a gradient, and which parameters have one, to the communicator."""
         replica, flat = self.replica, self.replica.flat
-        if weight not in (0, FULL):
+        dropped = weight > 0 and replica.dropped
+        if dropped:
+            weight = 0
+            g.zero_()
+        elif weight not in (0, FULL):
             g.mul_(weight / FULL)
-        odd = weight > 0 and (replica.overflow or any(flat.missing))
+        odd = dropped or (weight > 0 and (replica.overflow or any(flat.missing)))
         present = [float(weight > 0 and not missing) for missing in flat.missing]
         head = Head(
             round=self.rounds,
@@ -170,6 +183,7 @@ class Layered(Strategy):
 
     def _post(self) -> None:
         assert self._sent is not None
+        self._life = self.comm.life(self._communicator)
         while not self.comm.post(self._sent, self._communicator, UP):
             self._communicator = self._successor(self._communicator)
 
@@ -177,9 +191,8 @@ class Layered(Strategy):
         """Wait for the mean of this round, from a successor if need be."""
         assert self._sent is not None
         while True:
-            try:
-                message = self.comm.recv(self._sent, self._communicator, DOWN)
-            except PeerLost:
+            message = self._mean_from_communicator()
+            if message is None:
                 self._communicator = self._successor(self._communicator)
                 self._post()
                 continue
@@ -190,6 +203,16 @@ class Layered(Strategy):
         self._sent = None
         self._mean.copy_(parcel.vector)
         return overflow, present, round(total)
+
+    def _mean_from_communicator(self) -> Tensor | None:
+        """What the communicator hands down; None when it was lost, or has been followed."""
+        assert self._sent is not None
+        if self.comm.life(self._communicator) > self._life:
+            return None
+        try:
+            return self.comm.recv(self._sent, self._communicator, DOWN)
+        except PeerLost:
+            return None
 
     def _update(self, overflow: bool, present: list[float]) -> None:
         """Step with the mean and the settings of its own step; leave the rest as it was."""
@@ -207,26 +230,67 @@ class Layered(Strategy):
             span.parameter.grad = grad
 
     def _successor(self, communicator: int) -> int:
-        """The next communicator that is there."""
+        """The next communicator that is there; when none is, who follows the last one."""
         alive = [rank for rank in self.comm.alive() if rank >= self.workers]
         for rank in [rank for rank in alive if rank > communicator] or alive:
-            if rank != communicator:
-                return rank
-        raise PeerLost(communicator, "the wait for the mean gradient", "it is gone", 0.0)
+            if rank != communicator or self.comm.life(rank) > self._life:
+                break
+        else:
+            if not self.comm.elastic:
+                raise PeerLost(communicator, "the wait for the mean gradient", "it is gone", 0.0)
+            try:
+                rank = communicator
+                self.comm.await_return(rank, self._life)
+            except PeerLost:
+                if not any(other >= self.workers for other in self.comm.alive()):
+                    raise
+                return self._successor(communicator)  # which came before it, and has its group
+        self._life = self.comm.life(rank)
+        return rank
+
+    def summon(self, rank: int, number: int, stop: bool) -> None:
+        head, nothing = Head(SUMMONS, number, stop), [0.0] * len(self.replica.flat.spans)
+        self.comm.send(Parcel.of((*head, *nothing), self._mean).buffer, rank, UP)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.comm.rank >= self.workers:
+            return {"round": self._round, "last": self._last}
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.comm.rank >= self.workers:
+            self._round, self._last = state["round"], state["last"]
+        else:
+            super().load_state_dict(state)
 
     # A communicator's side -----------------------------------------------------------------------
 
+    def succeed(self, x: Tensor) -> dict[str, Any]:
+        """Follow a lost communicator, if it was the only one; otherwise others have its group."""
+        self._lay_out(x)
+        like = Parcel.empty(self._numbers, self._mean)
+        self._last = self.comm.inherited(like.buffer)
+        if self._last is not None:
+            self._round = 1 + round(float(Parcel(self._last, self._numbers, x.dtype).numbers[0]))
+        self._peers = {rank for rank in self.comm.alive() if rank >= self.workers}
+        alone = self._peers == {self.comm.rank}
+        self._members = set(self.live_workers()) if alone else set()
+        return {"round": self._round, "alone": alone}
+
     def serve(self, x: Tensor) -> None:
-        place = self.comm.rank - self.workers
-        self._members = set(groups(self.workers, self.group_size)[place])
-        self._peers = set(range(self.workers, self.comm.size))
-        self._last: Tensor | None = None
-        self._round, total = 0, 1
-        self._came: dict[int, Parcel] = {}
-        while total % ODD:
+        if self.comm.transport.late:
+            if not self._members:
+                return
+        else:
+            place = self.comm.rank - self.workers
+            self._members = set(groups(self.workers, self.group_size)[place])
+            self._peers = set(range(self.workers, self.comm.size))
+        total = 1
+        while total % BEHIND:
             self._gather()
             head, present, mean = self._combine(x)
             self._last = Parcel.of((*head, *present), mean).buffer
+            self.comm.publish(self._last)  # for who follows, should this one be lost meanwhile
             for src in sorted(self._came):
                 self.comm.post(self._last, src, DOWN)
             self._came.clear()
@@ -242,11 +306,22 @@ class Layered(Strategy):
                 self._lose(src)
                 continue
             parcel = Parcel(message, self._numbers, self._mean.dtype)
-            if round(parcel.numbers[0].item()) == self._round:
+            number, meeting, stop = parcel.numbers[:3].tolist()
+            if number == SUMMONS:
+                self.on_summons(round(meeting), bool(stop))
+            elif round(number) == self._round:
+                self._judge(src, parcel)
                 self._came[src] = parcel
                 self._members.add(src)
             elif self._last is not None:  # its communicator was lost before it handed this out
                 self.comm.post(self._last, src, DOWN)
+
+    def _judge(self, src: int, parcel: Parcel) -> None:
+        """Let what the guard drops count for nothing; its worker is not at its end, though."""
+        _, weight, *_ = parcel.numbers.tolist()
+        if weight % ODD and not self.guard.admits(norm(parcel.vector), src, "gradient"):
+            parcel.numbers[1] = weight - weight % ODD + ODD
+            parcel.numbers[2:] = 0
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank; take over the group of a communicator if it is this one's turn."""
@@ -268,7 +343,7 @@ class Layered(Strategy):
         """Add up over all communicators; again, with their orphans, when one of them is lost."""
         while True:
             mean, weight, flags = self._sum(x)
-            peers = self.comm.group(sorted(self._peers))
+            peers = self.comm.group(sorted(self._peers), strict=True)
             try:
                 total = peers.all_reduce(mean, weight, lambda total: FULL / (total % ODD or FULL))
                 if total % BEHIND >= ODD:

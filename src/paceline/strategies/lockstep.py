@@ -11,6 +11,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.errors import PeerLost
+from paceline.guard import norm
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -37,16 +39,28 @@ class Lockstep(Strategy):
         """Exchange with all workers and move on; return the sum of the weights.
 
         With weight 0 this worker has nothing to give and must follow every all-reduce all the same.
+        When the guard has dropped all that was brought, the answer is not 0 either: others go on.
         """
+
+    def judge(self, v: Tensor, weight: int) -> tuple[int, bool]:
+        """The weight that ``v`` may be handed in with, and whether it is dropped.
+
+        Then it counts for nothing, and the optimizer forgets what led to it.
+        """
+        if not weight or self.guard.admits(norm(v), self.comm.rank, "contribution"):
+            return weight, False
+        self.replica.forget_moments()
+        return 0, True
 
     def reduce(
         self, v: Tensor, weight: int, odd: bool = False, unit: int | None = None
     ) -> tuple[int, bool]:
         """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``.
 
-        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead.
+        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead. Who is
+        odd and has no weight hands in zeros.
         """
-        if self._behind:
+        if self._behind or (odd and not weight):
             v.zero_()
         own = weight + ODD * odd + BEHIND * self._behind
         mean = None if unit is None else lambda total: unit / (total % ODD or unit)
@@ -63,7 +77,12 @@ class Lockstep(Strategy):
 
 def take_latest(workers: Comm, x: Tensor, steps: int) -> None:
     """Take the parameters of the worker that has made the most steps; it tells its own."""
-    counts = x.new_zeros(workers.size).double()
-    counts[workers.rank] = steps
-    workers.all_reduce(counts)
-    workers.broadcast(x, int(counts.argmax()))
+    while True:
+        counts = x.new_zeros(workers.size).double()
+        counts[workers.rank] = steps
+        workers.all_reduce(counts)
+        try:
+            return workers.broadcast(x, int(counts.argmax()))
+        except PeerLost:  # of those who are left, another has made the most
+            if not workers.elastic:
+                raise

@@ -64,8 +64,9 @@ class SASGD(Lockstep):
         [(0, 0.0), (1, -1.0), (0, -1.0), (1, -1.0)]
 
     Faults: a slow worker slows all to its pace at each aggregation. A dead or stopped one ends the
-    run, naming it. A worker that runs out of data adds its last steps to the next aggregation and
-    then takes part with weight 0; it ends with the same parameters.
+    run, naming it; or, with ``on_loss="continue"``, the others go on, without its last steps. A
+    worker that runs out of data adds its last steps to the next aggregation and then takes part
+    with weight 0; it ends with the same parameters.
 
     Bytes: each worker hands in the size of the model every T steps (with ``momentum="average"``
     also that of each buffer).
@@ -145,9 +146,10 @@ class SASGD(Lockstep):
         super().finish(x)
 
     def meet(self, x: Tensor, weight: int) -> int:
-        total = self._sum_gradients(x, weight)
+        weight, dropped = self.judge(x, weight)
+        total = self._sum_gradients(x, weight, dropped)
         if self.gradients is None:
-            total = self._combine_models(x, weight)
+            total = self._combine_models(x, weight, dropped)
         if total and self.momentum == "reset":
             self.replica.forget_moments()
         elif total and self.momentum == "average":
@@ -155,11 +157,14 @@ class SASGD(Lockstep):
         self.pending = 0
         return total
 
-    def _sum_gradients(self, x: Tensor, weight: int) -> int:
-        """The listing's form; given up for good when a learning rate changed in the interval."""
+    def _sum_gradients(self, x: Tensor, weight: int, dropped: bool) -> int:
+        """The listing's form; given up for good when a learning rate changed in the interval.
+
+        Or when one is dropped: the other form tells that apart from a worker at its end.
+        """
         if self.gradients is None or self.reference is None:
             return 0
-        total, changed = self.reduce(self.gradients, weight, self.lr_changed)
+        total, changed = self.reduce(self.gradients, weight, self.lr_changed or dropped)
         if changed:
             self.gradients = None
         elif total:
@@ -170,23 +175,24 @@ class SASGD(Lockstep):
             self.gradients.zero_()
         return total
 
-    def _combine_models(self, x: Tensor, weight: int) -> int:
+    def _combine_models(self, x: Tensor, weight: int, dropped: bool) -> int:
         """The pseudo-gradient form; where it is the mean of the models, that mean itself."""
         if self.global_lr is None or self.reference is None:
             v = x if weight else x.new_zeros(x.shape)
-            total, _ = self.reduce(v, weight, unit=1)
+            total, anyone_dropped = self.reduce(v, weight, dropped, unit=1)
             if total:
                 x.copy_(v)
-            return total
+            return total or int(anyone_dropped)
         v = self.reference - x
-        total, _ = self.reduce(v, weight)
+        total, anyone_dropped = self.reduce(v, weight, dropped)
         if total:
             for part, lr in zip(self.replica.flat.groups, self.lrs, strict=True):
                 if lr == 0:
                     raise UsageError("global_lr needs a learning rate that does not become 0")
                 self.reference[part].sub_(v[part], alpha=self.global_lr / lr)
+        if total or anyone_dropped:
             x.copy_(self.reference)
-        return total
+        return total or int(anyone_dropped)
 
     def _average_moments(self, x: Tensor, weight: int) -> None:
         for name in self.replica.moments():

@@ -4,6 +4,11 @@ The parameters are cut into ``shards``, one server rank each. A worker sends a r
 a vector and the present settings of its optimizer; the server acts on its shard in place and, when
 asked to, posts it back. A server answers one request after the other and never waits for a worker:
 who is slow, frozen or dead delays nobody.
+
+After each update a server publishes its shard together with its books: the number of the last
+request of each worker that is in it. A server that is lost is followed by another, which begins
+with what was published last. Workers that had no answer ask again, and the books tell whether their
+request was acted upon: each is, once.
 """
 
 from __future__ import annotations
@@ -11,13 +16,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, PeersGone
+from paceline.guard import norm
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.settings import read_settings
-from paceline.strategies.base import SERVER, WORKER, Staleness, Strategy
+from paceline.strategies.base import SERVER, SUMMONS, WORKER, Staleness, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
 REQUEST, REPLY = 1, 2
+ABSENT = -1.0
+DROPPED = -1.0
+KEPT_EVERY = 16
+"""Updates after which a server keeps the buffers of its optimizer for a successor."""
 
 
 class Request(NamedTuple):
@@ -39,6 +49,7 @@ class Request(NamedTuple):
         token: the generation of the token that the worker holds, where there is one.
         last: whether the worker has come to its end.
         join: whether it is the first request of a worker that came late.
+        number: of the request, from 1, among those of its worker to this server.
     """
 
     reply: float = 1
@@ -47,6 +58,7 @@ class Request(NamedTuple):
     token: float = 0
     last: float = 0
     join: float = 0
+    number: float = 0
 
 
 class Reply(NamedTuple):
@@ -54,14 +66,16 @@ class Reply(NamedTuple):
 
     Attributes:
         version: how many updates are in it.
-        accepted: whether the request was acted upon.
+        accepted: whether the request was acted upon; -1: but for its vector, which was dropped.
         successor: whose turn it is next; -1: nobody's.
+        number: of the request that it answers.
         stale_count: updates so far; then their staleness, summed, and the largest.
     """
 
     version: float = 0
     accepted: float = 1
     successor: float = -1
+    number: float = 0
     stale_count: float = 0
     stale_total: float = 0
     stale_maximum: float = 0
@@ -80,6 +94,8 @@ class Served(Strategy):
         at_least("shards", self.shards, 1)
         self.steps = 0
         self.versions = [0] * self.shards
+        self.asked = [0] * self.shards
+        self._unanswered: dict[int, tuple[Tensor, int]] = {}
 
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (SERVER,) * self.shards
@@ -90,6 +106,15 @@ class Served(Strategy):
         edges = [numel * shard // self.shards for shard in range(self.shards + 1)]
         self.parts = [slice(*pair) for pair in pairwise(edges)]
         self._settings = len(read_settings(replica.optimizer))
+
+    @property
+    def books(self) -> int:
+        """How many numbers a server keeps books of: two for each worker, and one."""
+        return 2 * self.workers + 1
+
+    def books_bytes(self, workers: int) -> int:
+        """The bytes of the books that come with a shard that is fetched, over all shards."""
+        return 8 * self.shards * (2 * workers + 1)
 
     @property
     def request_overhead(self) -> int:
@@ -105,26 +130,65 @@ class Served(Strategy):
 
     def ask(self, shard: int, vector: Tensor, request: Request, must: bool = True) -> bool:
         """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
+        request = request._replace(number=self.asked[shard] + 1)
         numbers = (*request, *read_settings(self.replica.optimizer))
         message = Parcel.of(numbers, vector[self.parts[shard]]).buffer
         server = self.workers + shard
+        life = self.comm.life(server)
         left = self.comm.post(message, server, REQUEST)
-        if not left:
-            self.check_server(shard)
         if not left and must:
-            self.comm.send(message, server, REQUEST)
+            life = self._insist(message, server, life)
+        elif not left and server not in self.comm.alive():
+            self.must_follow(server)
+        if left or must:
+            self.asked[shard] += 1
+            self._unanswered[shard] = (message, life)
         return left or must
 
-    def check_server(self, shard: int) -> None:
-        """End the run when a server is gone."""
-        server = self.workers + shard
-        if server not in self.comm.alive():
+    def _insist(self, message: Tensor, server: int, life: int) -> int:
+        """Send a request however long that takes; return to which life of the server."""
+        while True:
+            try:
+                self.comm.send(message, server, REQUEST)
+                return life
+            except PeerLost:
+                life = self.find_successor(server, life)
+
+    def find_successor(self, server: int, life: int) -> int:
+        """Wait for who follows that life of a server, and return which life that is."""
+        self.must_follow(server)
+        self.comm.await_return(server, life)
+        return self.comm.life(server)
+
+    def must_follow(self, server: int) -> None:
+        """End the run when a server is lost, unless another is to follow it."""
+        if not self.comm.elastic:
             raise PeerLost(server, "a request to a server", "it is gone", 0.0)
 
     def hear(self, shard: int, x: Tensor) -> Reply:
-        """Wait for a reply, and take its vector into ``x``."""
-        like = Parcel.empty(len(Reply._fields), x[self.parts[shard]])
-        return self._take_in(shard, x, self.comm.recv(like.buffer, self.workers + shard, REPLY))
+        """Wait for a reply, and take its vector into ``x``; ask a successor again, if need be."""
+        server, like = self.workers + shard, self._reply_like(shard, x)
+        message, life = self._unanswered.pop(shard)
+        while True:
+            try:
+                if self.comm.life(server) == life:
+                    message_back = self.comm.recv(like, server, REPLY)
+                    if self._answers(shard, message_back, x):
+                        reply = self._take_in(shard, x, message_back)
+                        self.guard.hear(server, reply.accepted == DROPPED)
+                        return reply
+                    continue
+            except PeerLost:
+                pass
+            life = self._insist(message, server, self.find_successor(server, life))
+
+    def _reply_like(self, shard: int, x: Tensor, books: int = 0) -> Tensor:
+        return Parcel.empty(books + len(Reply._fields), x[self.parts[shard]]).buffer
+
+    def _answers(self, shard: int, message: Tensor, x: Tensor) -> bool:
+        """Whether a reply is to the last request: one that was sent twice is answered twice."""
+        reply = Reply(*Parcel(message, len(Reply._fields), x.dtype).numbers.tolist())
+        return round(reply.number) == self.asked[shard]
 
     def _take_in(self, shard: int, x: Tensor, message: Tensor) -> Reply:
         parcel = Parcel(message, len(Reply._fields), x.dtype)
@@ -143,17 +207,19 @@ class Served(Strategy):
     def fetch(self, x: Tensor, comm: Comm) -> Reply:
         """Read the servers' model into ``x`` as they last published it, without them."""
         reply = Reply()
-        for shard, part in enumerate(self.parts):
-            like = Parcel.empty(len(Reply._fields), x[part])
-            seen = comm.peek(self.workers + shard, like.buffer)
-            if seen is None:
-                self.check_server(shard)
-            else:
-                reply = self._take_in(shard, x, seen[1])
+        for shard in range(self.shards):
+            like = self._reply_like(shard, x, self.books)
+            life = comm.life(self.workers + shard)
+            while (seen := comm.peek(self.workers + shard, like)) is None:
+                life = self.find_successor(self.workers + shard, life)
+            reply = self._take_in(shard, x, seen[1][8 * self.books :])
         return reply
 
     def join(self, x: Tensor) -> None:
-        self.exchange(x, x, batches=0, join=1)
+        try:
+            self.exchange(x, x, batches=0, join=1)
+        except PeerLost:
+            raise PeersGone from None  # the servers have ended, as all workers had
 
     def answer(self, x: Tensor) -> Tensor:
         versions, model = [*self.versions], x.clone()
@@ -167,6 +233,24 @@ class Served(Strategy):
         last = self.fetch(x, self.comm.uncharged())
         self.stale = Staleness(*map(round, last[-3:]))
 
+    def summon(self, rank: int, number: int, stop: bool) -> None:
+        request = Request(number=SUMMONS, version=number, batches=stop)
+        numbers = (*request, *read_settings(self.replica.optimizer))
+        part = self.replica.flat.x[self.parts[rank - self.workers]]
+        self.comm.send(Parcel.of(numbers, part).buffer, rank, REQUEST)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.comm.rank >= self.workers:
+            return self.server_state()
+        return {**super().state_dict(), "asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.comm.rank >= self.workers:
+            self.load_server_state(state)
+            return
+        self.asked = state["asked"]
+        super().load_state_dict({name: v for name, v in state.items() if name != "asked"})
+
     @abstractmethod
     def flush(self, x: Tensor) -> None:
         """Hand in what is left, and have the servers apply it before this returns."""
@@ -176,13 +260,67 @@ class Served(Strategy):
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         if self.comm.rank >= self.workers:
-            self.comm.serves()
-            part = self.parts[self.comm.rank - self.workers]
-            self.desk = self.comm.group([*range(self.workers), self.comm.rank])
-            self.shelf, self.version = Parcel.of(Reply(), x[part]), 0
-            self.open(self.shelf.vector, part)
+            self._open_shop(x)
             self.publish()
         self.comm.group(self.comm.starters()).barrier()  # from here on there is a model to fetch
+
+    def _open_shop(self, x: Tensor) -> None:
+        """Lay out the shard, its books before it, and its optimizer."""
+        self.comm.serves()
+        part = self.parts[self.comm.rank - self.workers]
+        self.desk = self.comm.group([*range(self.workers), self.comm.rank])
+        every = Parcel.of([0.0] * (self.books + len(Reply._fields)), x[part])
+        self.window, self.version = every.buffer, 0
+        self.shelf = Parcel(self.window[8 * self.books :], len(Reply._fields), x.dtype)
+        self.done, self.marks, self._era, _ = every.numbers.split(
+            [self.workers, self.workers, 1, len(Reply._fields)]
+        )
+        self.marks.fill_(ABSENT)
+        self.marks[self.first_workers()] = 0
+        self.missed = 0
+        self._dropped_from: set[int] = set()
+        self.open(self.shelf.vector, part)
+
+    def succeed(self, x: Tensor) -> dict[str, Any]:
+        """Go on with what the lost server last published, and the optimizer as it last kept it."""
+        self._open_shop(x)
+        left = self.comm.inherited(self.window)
+        if left is None:
+            raise PeerLost(self.comm.rank, "the start of a server", "it left nothing", 0.0)
+        self.window.copy_(left)
+        reply = Reply(*self.shelf.numbers.tolist())
+        self.version = round(reply.version)
+        self.stale = Staleness(*map(round, reply[-3:]))
+        facts = self.take_over()
+        self.publish()
+        return {"version": self.version, **facts}
+
+    def server_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of a server: its shard, and its books."""
+        return {"window": self.window, "version": self.version, "missed": self.missed}
+
+    def load_server_state(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`server_state` gave."""
+        self.window.copy_(state["window"])
+        self.version, self.missed = state["version"], state["missed"]
+
+    def take_over(self) -> dict[str, Any]:
+        """Follow a server that was lost: its shard and its books are here."""
+        return {}
+
+    def listed(self) -> list[int]:
+        """The workers that the books have a mark of."""
+        return [worker for worker, mark in enumerate(self.marks.tolist()) if mark != ABSENT]
+
+    @property
+    def era(self) -> int:
+        """A number that the books keep for the subclass; it grows when a server is followed."""
+        return int(self._era[0])
+
+    @era.setter
+    def era(self, era: int) -> None:
+        """Begin another; the books keep it once they are published."""
+        self._era[0] = era
 
     def serve(self, x: Tensor) -> None:
         numbers = len(Request._fields) + self._settings
@@ -195,7 +333,29 @@ class Served(Strategy):
             parcel = Parcel(message, numbers, x.dtype)
             values = parcel.numbers.tolist()
             request = Request(*values[: len(Request._fields)])
+            if request.number == SUMMONS:
+                self.on_summons(round(request.version), bool(request.batches))
+                continue
+            known = round(float(self.done[src]))
+            if request.number <= known and not request.join:
+                self.repeat(src)
+                continue
+            if not request.join:
+                self.missed += round(request.number) - known - 1
+            self.done[src] = request.number
+            request = self._judged(src, request, parcel.vector)
             self.act(src, request, parcel.vector, values[len(Request._fields) :])
+
+    def _judged(self, src: int, request: Request, vector: Tensor) -> Request:
+        """The request; without anything to apply, if the guard drops that."""
+        if not request.batches or self.guard.admits(self.size_of(vector), src, "update"):
+            return request
+        self._dropped_from.add(src)
+        return request._replace(batches=0)
+
+    def size_of(self, vector: Tensor) -> float:
+        """The norm of what the vector of a request would do to the shard."""
+        return norm(vector)
 
     @abstractmethod
     def open(self, w: Tensor, part: slice) -> None:
@@ -207,6 +367,11 @@ class Served(Strategy):
 
     def gone(self, src: int) -> None:
         """Hear that a worker has died, or left."""
+        self.marks[src] = ABSENT
+
+    def repeat(self, src: int) -> None:
+        """Answer once more what was acted upon before; the answer was lost with a server."""
+        self.reply(src)
 
     def updated(self, request: Request) -> None:
         """Count an update of the shard, let its time pass, and let others see it."""
@@ -217,13 +382,17 @@ class Served(Strategy):
 
     def publish(self) -> None:
         """Let workers read the shard."""
-        self.desk.publish(self._parcel(self._reply()).buffer)
+        self.shelf.write(self._reply())
+        self.desk.publish(self.window)
 
     def reply(
         self, src: int, vector: Tensor | None = None, accepted: bool = True, successor: int = -1
     ) -> None:
         """Post the shard, or another vector, to a worker; one that is gone does not need it."""
-        reply = self._reply()._replace(accepted=accepted, successor=successor)
+        verdict = DROPPED if accepted and src in self._dropped_from else accepted
+        self._dropped_from.discard(src)
+        number = float(self.done[src])
+        reply = self._reply()._replace(accepted=verdict, successor=successor, number=number)
         self.desk.post(self._parcel(reply, vector).buffer, src, REPLY)
 
     def _parcel(self, reply: Reply, vector: Tensor | None = None) -> Parcel:
@@ -288,6 +457,25 @@ class GradientServed(Served):
         from paceline.master import Master
 
         self.master = Master(w, part, self.replica, self.server_optimizer)
+
+    def server_state(self) -> dict[str, Any]:
+        return {**super().server_state(), "optimizer": self.master.optimizer.state_dict()}
+
+    def load_server_state(self, state: dict[str, Any]) -> None:
+        super().load_server_state(state)
+        self.master.optimizer.load_state_dict(state["optimizer"])
+
+    def take_over(self) -> dict[str, Any]:
+        """Take up the buffers of the optimizer as they were last kept: none is newer than that."""
+        left = self.comm.kept()
+        if left is not None:
+            self.master.load_buffers(left)
+        return {"buffers_behind": self.version % KEPT_EVERY}
+
+    def updated(self, request: Request) -> None:
+        super().updated(request)
+        if self.version % KEPT_EVERY == 0 and (buffers := self.master.buffers()) is not None:
+            self.comm.keep(buffers)
 
     def apply(
         self, request: Request, gradient: Tensor, settings: list[float], times: float = 1

@@ -54,7 +54,7 @@ class SSP(GradientServed):
 
     Faults: a slow worker holds the others back once they are ``bound`` steps ahead: that is the
     method's rule. One that is dead or has left holds back nobody. A worker that comes late starts
-    at the slowest clock. The loss of a server ends the run, naming it.
+    at the slowest clock. A lost server is followed by another, which goes on where it was.
 
     Bytes: each worker sends and is sent the size of the model at each step (and a few numbers).
 
@@ -74,6 +74,10 @@ class SSP(GradientServed):
         super().__post_init__()
         at_least("bound", self.bound, 0)
 
+    @property
+    def drift(self) -> int | None:
+        return self.bound + 1
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         requests = (steps + 1) * (nbytes + self.request_overhead)
         replies = (steps + 1) * (nbytes + self.reply_overhead)
@@ -92,29 +96,35 @@ class SSP(GradientServed):
 
     def open(self, w: Tensor, part: slice) -> None:
         super().open(w, part)
-        self.clocks = dict.fromkeys(self.first_workers(), 0)
-        self.waiting: dict[int, int] = {}
+        self.waiting: set[int] = set()
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        self.marks[src] = self._slowest() if request.join else self.marks[src] + 1
         self.apply(request, vector, settings)
         if request.last:
-            self.reply(src)
             self.gone(src)
-            return
-        slowest = min(self.clocks.values(), default=0)
-        self.clocks[src] = slowest if request.join else self.clocks.get(src, slowest) + 1
-        self.waiting[src] = self.clocks[src]
+        if request.last or request.join:
+            self.publish()  # a successor has to know who takes part
+        self.waiting.add(src)
         self._release()
 
     def gone(self, src: int) -> None:
-        self.clocks.pop(src, None)
-        self.waiting.pop(src, None)
+        super().gone(src)
+        self.waiting.discard(src)
         self._release()
+
+    def repeat(self, src: int) -> None:
+        self.waiting.add(src)
+        self._release()
+
+    def _slowest(self) -> float:
+        """The clock of the slowest worker; the marks of the books are the clocks."""
+        return min((float(self.marks[worker]) for worker in self.listed()), default=0.0)
 
     def _release(self) -> None:
         """Answer those that are no longer too far ahead."""
-        slowest = min(self.clocks.values(), default=0)
-        for src, clock in list(self.waiting.items()):
-            if clock - slowest <= self.bound:
-                del self.waiting[src]
+        slowest = self._slowest()
+        for src in sorted(self.waiting):
+            if self.marks[src] - slowest <= self.bound:
+                self.waiting.discard(src)
                 self.reply(src)

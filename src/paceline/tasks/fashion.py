@@ -77,27 +77,25 @@ def train(
     net, sgd = worker.setup(net, sgd)
     loader = make_loader(images, batch_size or batch_of(worker.size))
     batches = worker.setup_dataloaders(loader, epochs=epochs)
-    done = 0
     for epoch in range(epochs):
         for x, y in batches:
             sgd.zero_grad()
             loss = cross_entropy(net(x), y)
             loss.backward()
             sgd.step()
-            done += 1
-            if done == steps:
+            if worker.steps == steps:
                 break
-        if done == steps or epoch == epochs - 1:
+        if worker.steps == steps or epoch == epochs - 1:
             break
         log_test(worker, net, images, epoch)
-    _, alone = evaluate(net, images, worker.device) if worker.rank == 0 else (0.0, 0.0)
+    _, alone = evaluate(net, images, worker.device) if worker.leads else (0.0, 0.0)
     worker.finish()
     log_test(worker, net, images, epoch, replica_accuracy=alone)
 
 
 def log_test(worker: Worker, net: nn.Module, images: Images, epoch: int, **more: float) -> None:
     """Log loss and accuracy of the method's answer on the test set; one worker does."""
-    if worker.rank == 0:
+    if worker.leads:
         with worker.answer():
             loss, accuracy = evaluate(net, images, worker.device)
         worker.log(epoch=epoch + 1, loss=loss, accuracy=accuracy, **more)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, summary_of
 from paceline.folder import CONFIG, METRICS, TRACE
 from paceline.timeline.items import KINDS, Item, Point, Span, cut, shift
 from paceline.timeline.lanes import Event, Lane, PostOffice, start_of
@@ -176,7 +176,7 @@ class _Source:
                 parts = [_from_first_broadcast(reader(part)) for part in self._parts]
                 yield from heapq.merge(*parts, key=lambda record: float(record["t"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise unfit(self._path, f"its trace cannot be read: {error!r}") from None
+            raise unfit(self._path, f"its trace cannot be read: {summary_of(error)}") from None
 
 
 def _number(match: re.Match[str]) -> int:

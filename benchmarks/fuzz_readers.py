@@ -1,0 +1,54 @@
+"""Give every reader 100,000 inputs that are garbage, or almost right; print how it went.
+
+    python benchmarks/fuzz_readers.py [--inputs N] [NAME...]
+
+Each reader runs in a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+
+def fuzz(name: str, inputs: int) -> None:
+    from support import fuzzing
+
+    target, began_s = fuzzing.TARGETS[name], time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        for seed in range(inputs):
+            target.read(target.make(Random(seed)))
+    finally:
+        shutil.rmtree(fuzzing.FOLDER, ignore_errors=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    took_s = time.monotonic() - began_s
+    print(f"{name:<14}{inputs:>9,} inputs{took_s:>8.0f} s{(peak - before) / 1024:>8.0f} MiB more")
+
+
+def main() -> None:
+    from support.fuzzing import TARGETS
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TARGETS))
+    given = parser.parse_args()
+    if len(given.names) == 1:
+        fuzz(given.names[0], given.inputs)
+        return
+    for name in given.names or TARGETS:
+        command = [sys.executable, __file__, "--inputs", str(given.inputs), name]
+        subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

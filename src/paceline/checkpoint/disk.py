@@ -1,0 +1,83 @@
+"""What is done to a disk to write a file that a crash leaves whole or undone.
+
+A file is written under another name, flushed, and renamed; then its folder is flushed. Each of
+these points has a name, and a process whose environment says ``PACELINE_FAILPOINT=NAME`` is killed
+(SIGKILL) when it comes there. The names are ``KIND.POINT``, of the kinds in ``KINDS`` and the
+points in ``POINTS``: ``rank.fsync`` is just before the state of a rank is flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+FAILPOINT = "PACELINE_FAILPOINT"
+KINDS = ("rank", "metrics", "manifest", "latest")
+POINTS = ("open", "write", "fsync", "rename", "folder", "end")
+_PART = ".part"
+
+
+class Disk:
+    """The few operations that checkpoints are written with; a test puts another in its place."""
+
+    def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
+        """Make a file; ``on_half`` is called when half of it is written."""
+        half = len(content) // 2
+        with path.open("wb") as file:
+            file.write(content[:half])
+            file.flush()
+            on_half()
+            file.write(memoryview(content)[half:])
+
+    def flush(self, path: Path) -> None:
+        """Have a file or folder outlast a loss of power."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Give a file its name, in place of another that had it."""
+        path.replace(target)
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder, unless it is there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder, unless it is gone."""
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+DISK = Disk()
+
+
+def replace_file(path: Path, content: bytes, kind: str, disk: Disk = DISK) -> None:
+    """Write ``content`` to ``path``: whoever looks finds the old file or the new one, whole."""
+    part = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+    failpoint(f"{kind}.open")
+    try:
+        disk.write(part, content, lambda: failpoint(f"{kind}.write"))
+        failpoint(f"{kind}.fsync")
+        disk.flush(part)
+        failpoint(f"{kind}.rename")
+        disk.rename(part, path)
+    except BaseException:
+        disk.remove(part)
+        raise
+    failpoint(f"{kind}.folder")
+    disk.flush(path.parent)
+    failpoint(f"{kind}.end")
+
+
+def failpoint(name: str) -> None:
+    """Be killed here, if the environment says so."""
+    if os.environ.get(FAILPOINT) == name:
+        os.kill(os.getpid(), signal.SIGKILL)

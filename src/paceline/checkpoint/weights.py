@@ -1,0 +1,52 @@
+"""Weights on their way between Paceline and plain PyTorch, whatever wrapped the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.checkpoint.states import check_header, load_state
+from paceline.checkpoint.store import is_checkpoint
+from paceline.errors import UsageError
+
+PREFIXES = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before each name."""
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a safetensors file, or those of rank 0 in a checkpoint's folder.
+
+    Names are those of the plain module: what wrappers have put before each of them is taken off.
+    """
+    if is_checkpoint(path):
+        weights: dict[str, Tensor] = load_state(path, "rank0")["model"]
+        return plain_names(weights)
+    try:
+        check_header(path)
+        return plain_names(load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"weights ({path}) must be a safetensors file, or the folder of a checkpoint: {error}"
+        ) from None
+
+
+def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same under the names of the plain module.
+
+    >>> plain_names({"module._orig_mod.0.weight": 1, "module._orig_mod.0.bias": 2})
+    {'0.weight': 1, '0.bias': 2}
+    """
+    while (prefix := _shared_prefix(weights)) is not None:
+        weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    return weights
+
+
+def _shared_prefix(names: Iterable[str]) -> str | None:
+    """The prefix of a wrapper that all names have."""
+    every = list(names)
+    found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in every)]
+    return found[0] if every and found else None

@@ -1,0 +1,78 @@
+"""``paceline drill``: faults on real processes, and what came of them, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.cli.screen import Screen
+from paceline.drill.conduct import Finding, conduct
+from paceline.drill.scenario import Scenario, find_scenario, load_scenarios
+from paceline.strategies import STRATEGIES, make_strategy
+
+
+def choose(cases: list[str], methods: list[str], full: bool) -> list[tuple[str, Scenario, str]]:
+    """The scenarios and methods to try, in order."""
+    chosen = {name: find_scenario(name) for name in cases} if cases else load_scenarios()
+    return [
+        (name, scenario, method)
+        for name, scenario in chosen.items()
+        for method in _methods(scenario, methods, full)
+    ]
+
+
+def _methods(scenario: Scenario, asked: list[str], full: bool) -> Iterator[str]:
+    if asked:
+        yield from asked
+    elif full and not scenario.only:
+        yield from STRATEGIES
+    elif full and scenario.kind == "faults":
+        yield from dict.fromkeys([*scenario.methods, *_like(scenario)])
+    else:
+        yield from scenario.methods
+
+
+def _like(scenario: Scenario) -> list[str]:
+    """All methods that are synchronous, or not, as those of a scenario are."""
+    kinds = {make_strategy(method).synchronous for method in scenario.methods}
+    return [name for name in STRATEGIES if {make_strategy(name).synchronous} == kinds]
+
+
+def drill(
+    screen: Screen, trials: list[tuple[str, Scenario, str]], virtual: bool, seeds: int
+) -> None:
+    """Try them all, say what came of each as it comes, and end with the table."""
+    findings = []
+    for case, scenario, method in trials:
+        if virtual and not scenario.virtual:
+            continue
+        finding = conduct(case, scenario, method, virtual=virtual, seeds=seeds)
+        findings.append(finding)
+        outcome = "passed" if finding.passed else "; ".join(finding.failures)
+        screen.say(f"{case}, {method}: {outcome} ({finding.seconds:.0f} s)")
+    screen.table(HEADINGS, [row(finding) for finding in findings])
+    failed = [finding for finding in findings if not finding.passed]
+    screen.emit(
+        {"findings": [f.to_json() for f in findings], "passed": len(findings) - len(failed)}
+    )
+    if failed:
+        raise SystemExit(1)
+
+
+HEADINGS = ["case", "method", "noticed after", "longest gap", "throughput", "accuracy", "outcome"]
+
+
+def row(finding: Finding) -> tuple[str, ...]:
+    """A finding as a line of the table."""
+    look = finding.look
+    accuracy = "" if finding.accuracy is None else f"{finding.accuracy:.3f}"
+    if finding.undisturbed is not None:
+        accuracy += f" ({finding.undisturbed[0]:.3f})"
+    return (
+        finding.case,
+        finding.method,
+        "" if look.notice_s is None else f"{look.notice_s:.2f} s",
+        "" if look.gap_s is None else f"{look.gap_s:.2f} s",
+        "" if look.throughput is None else f"{look.throughput:.2f}",
+        accuracy,
+        "passed" if finding.passed else "; ".join(finding.failures),
+    )

@@ -1,0 +1,81 @@
+"""``paceline faulttest``: random faults in virtual time, and the laws that hold all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.screen import Screen, number
+from paceline.errors import UsageError, unknown
+from paceline.options import at_least
+from paceline.seeds import check_seed
+from paceline.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from paceline.faulttest.campaign import Failure
+
+
+def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) -> None:
+    """Try many seeds; each that breaks a law is made smaller, and shown as a command."""
+    check_seed(first)
+    at_least("seeds", seeds, 1)
+    for name in methods:
+        if name not in STRATEGIES:
+            raise unknown("strategy", name, STRATEGIES)
+    from paceline.faulttest.campaign import as_json, campaign
+    from paceline.faulttest.shrink import smallest
+
+    report = campaign(methods or list(STRATEGIES), range(first, first + seeds))
+    report.failures = [smallest(failure) for failure in report.failures]
+    screen.table(
+        ["method", "seeds", "violations"],
+        [
+            (name, number(count), str(sum(f.method == name for f in report.failures)))
+            for name, count in report.runs.items()
+        ],
+    )
+    for failure in report.failures:
+        show_failure(screen, failure)
+    rate = f"{report.seeds_per_s:.0f} seeds a second"
+    screen.show(f"{number(report.runs.total())} runs in {report.seconds:.1f} s, {rate}.")
+    screen.emit(as_json(report))
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def show_failure(screen: Screen, failure: Failure) -> None:
+    """Say which law was broken, and how to see it again."""
+    screen.show(f"{failure.method}: {failure.text}\n  {failure.command}\n")
+
+
+def replay(screen: Screen, schedules: list[str]) -> None:
+    """Run schedules that were written down."""
+    from paceline.faulttest.campaign import Report, as_json, try_one
+    from paceline.faulttest.schedule import Schedule
+
+    report = Report()
+    for text in schedules:
+        schedule = Schedule.parse(text)
+        sites, failure = try_one(schedule)
+        report.runs[schedule.name] += 1
+        report.sites.setdefault(schedule.name, sites)
+        if failure is None:
+            screen.show(f"{schedule.name}: all laws hold")
+        else:
+            report.failures.append(failure)
+            show_failure(screen, failure)
+    screen.emit(as_json(report))
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def schedules_in(path: Path) -> list[str]:
+    """The schedules of a corpus."""
+    from paceline.faulttest.campaign import read_corpus
+
+    try:
+        return [str(schedule) for schedule in read_corpus(path)]
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,241 @@
+"""The laws of every method: members, messages, windows, batches, and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.simulated import Collective
+from paceline.faulttest.training import EPOCHS
+from paceline.faulttest.watched import Observer, WatchedInbox, around
+from paceline.worker import Worker
+
+Batch = tuple[int, int, int]
+
+
+class Members(Observer):
+    """The membership number grows, all see the same members, and each of them has its state."""
+
+    number = 0
+
+    def attach(self, worker: Worker) -> None:
+        around(worker.comm, "alive", lambda inner: self._asked(worker, inner()))
+        around(worker._transport, "arrived", lambda inner: self._arrived(worker, inner))
+        around(worker.strategy, "join", lambda inner, x: self._joined(worker, inner, x))
+        around(worker.strategy, "succeed", lambda inner, x: self._joined(worker, inner, x))
+        if not worker._transport.late:
+            self.scene.begun.add((worker.rank, 1))
+
+    def looked(self) -> None:
+        number = self.world.membership
+        self.scene.check(number >= self.number, "membership", f"{number} after {self.number}")
+        self.number = number
+
+    def _asked(self, worker: Worker, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """A rank that has not arrived counts itself in; nobody else does."""
+        here = {*self.world.alive(), worker.rank}
+        self.scene.check(
+            {*seen, worker.rank} == here,
+            "members",
+            lambda: f"rank {worker.rank} sees {seen}, here are {sorted(here)}",
+        )
+        for rank in seen:
+            self.scene.check(
+                rank == worker.rank or (rank, self.scene.life(rank)) in self.scene.begun,
+                "members",
+                f"rank {rank} is a member, and has no state yet",
+            )
+        return seen
+
+    def _joined(self, worker: Worker, inner: Any, x: Tensor) -> Any:
+        told = inner(x)
+        self.scene.begun.add((worker.rank, self.scene.life(worker.rank)))
+        return told
+
+    def _arrived(self, worker: Worker, inner: Any) -> None:
+        me = (worker.rank, self.scene.life(worker.rank))
+        self.scene.check(
+            me in self.scene.begun, "members", f"rank {worker.rank} arrives without a state"
+        )
+        inner()
+        here = worker.rank in self.world.alive()
+        self.scene.check(here, "members", f"rank {worker.rank} has arrived, and is no member")
+        self.scene.sites["arrived late"] += 1
+
+
+class Messages(Observer):
+    """All bytes that are sent are delivered, dropped with a rank, or still on their way."""
+
+    def ended(self) -> None:
+        boxes: list[Any] = self.world.inboxes
+        sent = sum(transport.by_message for transport in self.scene.transports)
+        nowhere = sum(transport.to_nobody for transport in self.scene.transports)
+        put = sum(box.sent for box in boxes)
+        self.scene.check(
+            sent == put + nowhere, "bytes", f"{sent} sent, {put} put in, {nowhere} to nobody"
+        )
+        for rank, box in enumerate(boxes):
+            assert isinstance(box, WatchedInbox)
+            self.scene.check(
+                box.sent == box.delivered + box.dropped + box.in_flight,
+                "bytes",
+                f"to rank {rank}: {box.sent} sent, {box.delivered} delivered,"
+                f" {box.dropped} dropped, {box.in_flight} on their way",
+            )
+
+
+class Windows(Observer):
+    """A window's versions count up; who reads one sees what was published, and never goes back."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._versions: dict[int, int] = {}
+        self._written: dict[tuple[int, int], Tensor] = {}
+        self._read: dict[tuple[int, int], int] = {}
+
+    def published(self, rank: int, version: int, x: Tensor) -> None:
+        before = self._versions.get(rank, 0)
+        self.scene.check(
+            version == before + 1, "versions", f"rank {rank} published {version} after {before}"
+        )
+        self._versions[rank] = version
+        self._written[rank, version] = x.clone()
+
+    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+        before = self._read.get((rank, src), 0)
+        self.scene.check(
+            version >= before,
+            "versions",
+            f"rank {rank} read version {version} of rank {src} after {before}",
+        )
+        self._read[rank, src] = version
+        self.scene.check(
+            torch.equal(x, self._written[src, version]),
+            "windows",
+            f"what rank {rank} read of rank {src} is not what version {version} was",
+        )
+
+
+class Batches(Observer):
+    """A batch is given out once; again only when who had it was lost, and had not used it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._holder: dict[Batch, tuple[int, int]] = {}
+        self._done: set[Batch] = set()
+
+    def drew(self, rank: int, queue: int, epoch: int, number: int) -> None:
+        batch = (queue, epoch, number)
+        self.scene.check(
+            batch not in self._done, "batches", f"{batch} was given to rank {rank} after its use"
+        )
+        if batch in self._holder:
+            holder = self._holder[batch]
+            self.scene.check(
+                self.scene.is_over(*holder),
+                "batches",
+                f"{batch} was given to rank {rank} while rank {holder[0]} had it",
+            )
+            self.scene.sites["batch given again"] += 1
+        self._holder[batch] = (rank, self.scene.life(rank))
+
+    def used(self, rank: int, queue: int, epoch: int, number: int) -> None:
+        batch = (queue, epoch, number)
+        if self._holder.get(batch) == (rank, self.scene.life(rank)):
+            self._done.add(batch)
+
+    def ended(self) -> None:
+        for batch, holder in self._holder.items():
+            self.scene.check(
+                batch in self._done or self.scene.is_over(*holder),
+                "batches",
+                f"{batch} was given to rank {holder[0]}, which lives, and was not used",
+            )
+        for epoch in range(EPOCHS if self._holder else 0):
+            numbers = sorted(number for _, e, number in self._holder if e == epoch)
+            self.scene.check(
+                numbers == list(range(len(numbers))) and len(numbers) > 0,
+                "batches",
+                f"those of epoch {epoch} are {numbers}",
+            )
+
+
+class Sums(Observer):
+    """A collective gives everyone the sum over all of its members that hand something in."""
+
+    def reduced(self, collective: Collective) -> None:
+        parts = [collective.inputs[m] for m in collective.members if collective.inputs[m][1]]
+        self.scene.check(
+            collective.total == sum(weight for _, weight in parts), "sums", "the weights do not add"
+        )
+        for rank in collective.members:
+            x = collective.inputs[rank][0]
+            if x.dtype.is_floating_point and collective.inputs[rank][1]:
+                self.scene.check(
+                    bool(torch.isfinite(x).all()), "finite", f"rank {rank} hands in {x.tolist()}"
+                )
+
+
+class Ends(Observer):
+    """Every worker that lives comes to its end, with finite numbers, and leaves nothing behind."""
+
+    def attach(self, worker: Worker) -> None:
+        if worker.rank < worker.size:
+            around(worker, "finish", lambda inner: self._finish(worker, inner))
+
+    def _finish(self, worker: Worker, inner: Any) -> None:
+        inner()
+        assert worker.pace is not None
+        x = worker.pace.replica.flat.x
+        self.scene.finished[worker.rank] = x.clone()
+        self.scene.check(
+            bool(torch.isfinite(x).all()), "finite", f"rank {worker.rank} ends with {x.tolist()}"
+        )
+
+    def ended(self) -> None:
+        world, scene = self.world, self.scene
+        for rank in range(self.schedule.workers):
+            scene.check(
+                rank in scene.finished or rank in world.lost or rank in scene.too_late,
+                "liveness",
+                f"rank {rank} was not lost, and has not come to its end",
+            )
+        scene.check(not world.vigils and not world.receivers, "left behind", "a rank still waits")
+        for rank, batches in enumerate(world.in_hand):
+            scene.check(not batches, "left behind", f"rank {rank} still has {batches}")
+
+
+class Steps(Observer):
+    """A worker that was not disturbed makes all of its steps."""
+
+    def ended(self) -> None:
+        if self.schedule.data != "steps":
+            return
+        for rank, worker in self.scene.workers.items():
+            undisturbed = rank not in self.world.lost and rank not in self.scene.too_late
+            if rank < self.schedule.workers and undisturbed:
+                assert worker.pace is not None
+                steps, expected = worker.pace.steps, self.schedule.steps_of(rank)
+                self.scene.check(steps == expected, "steps", f"rank {rank} made {steps}")
+
+
+class Traffic(Observer):
+    """An undisturbed run sends as many bytes as the method's formula says."""
+
+    def watches(self) -> bool:
+        schedule = self.schedule
+        equal = schedule.data == "steps" and not schedule.uneven and not schedule.faults
+        steady = (
+            schedule.name != "sasgd" or not schedule.falling
+        )  # it changes its form with the rate
+        return equal and steady and schedule.workers > 1
+
+    def ended(self) -> None:
+        worker = self.scene.workers[0]
+        nbytes = self.scene.finished[0].nbytes
+        payload = worker.strategy.payload(self.schedule.steps, nbytes, self.schedule.workers)
+        sent = sum(transport.meter.bytes_sent for transport in self.scene.transports)
+        if payload is not None:
+            self.scene.check(sent == payload, "bytes", f"{sent} sent, by the formula {payload}")

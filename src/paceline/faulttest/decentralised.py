@@ -1,0 +1,92 @@
+"""The laws of methods without a center: what is averaged, and what is moved from one to another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.faulttest.watched import Observer, around, close
+from paceline.parcel import Parcel
+from paceline.strategies.adpsgd import ADPSGD, MOVE
+from paceline.strategies.decentralised import Decentralised, Note
+from paceline.strategies.gossip import MODEL, Gossip
+from paceline.worker import Worker
+
+
+class Averages(Observer):
+    """Gossip: after a step a worker is at the mean of its own model and those that it took in.
+
+    AD-PSGD: a worker moves by its own step and by the moves that it took in, less those that it
+    sent: what one loses the other gains.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._came: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._went: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._local: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def watches(self) -> bool:
+        return isinstance(self.schedule.method, Decentralised) and self.schedule.workers > 1
+
+    def attach(self, worker: Worker) -> None:
+        around(worker.strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+        around(worker.strategy, "local_update", lambda inner: self._update(worker, inner))
+
+    def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
+        gossip = isinstance(self.schedule.method, Gossip)
+        if tag == (MODEL if gossip else MOVE):
+            self._take_in(rank, x, gossip)
+
+    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+        self._take_in(rank, x, True)
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
+            self._went[src].append(_open(x)[1])
+
+    def _take_in(self, rank: int, x: Tensor, unless_finished: bool) -> None:
+        note, vector = _open(x)
+        if not (unless_finished and note.finished):
+            self._came[rank].append(vector)
+
+    def _update(self, worker: Worker, inner: Any) -> None:
+        assert worker.pace is not None
+        x = worker.pace.replica.flat.x
+        before = x.clone()
+        inner()
+        self._local[worker.rank] = (before, x.clone())
+
+    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
+        rank, before = worker.rank, x.clone()
+        self._came[rank].clear()
+        self._went[rank].clear()
+        inner(x, g)
+        expected = self._expected(worker, before)
+        self.scene.check(
+            close(x, expected),
+            "an average is that of all who met",
+            lambda: (
+                f"rank {rank} is at {x.tolist()} and not {expected.tolist()}, after"
+                f" {[v.tolist() for v in self._came[rank]]} came"
+            ),
+        )
+
+    def _expected(self, worker: Worker, before: Tensor) -> Tensor:
+        came, went = self._came[worker.rank], self._went[worker.rank]
+        start, end = self._local[worker.rank]
+        if isinstance(worker.strategy, ADPSGD):
+            moved = end - start
+            return before + moved + sum(came, torch.zeros_like(before)) - sum(went, 0 * before)
+        assert isinstance(worker.strategy, Gossip)
+        if worker.strategy.order == "parallel":
+            return end + (torch.stack([before, *came]).mean(0) - before)
+        return torch.stack([end, *came]).mean(0)
+
+
+def _open(message: Tensor) -> tuple[Note, Tensor]:
+    parcel = Parcel(message, len(Note._fields), torch.float64)
+    return Note(*parcel.numbers.tolist()), parcel.vector.clone()

@@ -1,0 +1,107 @@
+"""Laws that take a second run: of the same, of it at half the speed, of one worker alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from paceline.faulttest.schedule import Schedule
+from paceline.faulttest.training import learn, model_of, optimizer_of, own_batches
+from paceline.faulttest.trial import Outcome, run
+from paceline.faulttest.watched import Violation
+from paceline.sim.faults import Fault, say_fault
+
+_TURNS = 8
+"""Of so many seeds one is run again, one at half the speed, one alone."""
+
+
+def examine(schedule: Schedule) -> Outcome:
+    """Run a schedule; where it is its turn, and no law was broken, look at a second run as well."""
+    outcome = run(schedule)
+    if outcome.violation is None:
+        try:
+            _compare(schedule, outcome)
+        except Violation as violation:
+            outcome.violation = violation
+    return outcome
+
+
+def _compare(schedule: Schedule, outcome: Outcome) -> None:
+    turn = schedule.seed % _TURNS
+    if turn == 0:
+        _run_again(schedule, outcome)
+    elif turn == 1:
+        _run_slowly(schedule, outcome)
+    elif turn == 2:
+        _run_alone(schedule)
+    elif schedule.name == "layered" and not schedule.faults:
+        _run_in_lockstep(schedule, outcome)
+
+
+def _run_again(schedule: Schedule, outcome: Outcome) -> None:
+    """A run is a function of its seed."""
+    outcome.sites["run again"] += 1
+    again = run(schedule)
+    if again.trace_hash != outcome.trace_hash or not _equal(again.ends, outcome.ends):
+        raise Violation("same seed, same run", f"{again.trace_hash} and {outcome.trace_hash}")
+
+
+def _run_slowly(schedule: Schedule, outcome: Outcome) -> None:
+    """When all takes twice as long, the run does, and nothing else changes."""
+    if outcome.sites["succeeded"] or schedule.max_restarts or outcome.stopped:
+        return  # how long it takes until a rank is started again is not the schedule's to say
+    outcome.sites["run slowly"] += 1
+    slow = run(
+        schedule.but(
+            latency_s=2 * schedule.latency_s,
+            bytes_per_s=schedule.bytes_per_s / 2,
+            serving_bytes_per_s=schedule.serving_bytes_per_s / 2,
+            step_s=2 * schedule.step_s,
+            load_s=2 * schedule.load_s,
+            dead_s=2 * schedule.dead_s,
+            faults=tuple(say_fault(_later(fault)) for fault in schedule.script),
+        )
+    )
+    if slow.violation is not None:
+        raise slow.violation
+    if slow.seconds != 2 * outcome.seconds or not _equal(slow.ends, outcome.ends):
+        raise Violation(
+            "time is a unit", f"{slow.seconds} s at half the speed, {outcome.seconds} s at whole"
+        )
+
+
+def _later(fault: Fault) -> Fault:
+    at_s = None if fault.at_s is None else 2 * fault.at_s
+    for_s = None if fault.for_s is None else 2 * fault.for_s
+    return dataclasses.replace(fault, at_s=at_s, for_s=for_s)
+
+
+def _run_alone(schedule: Schedule) -> None:
+    """A single worker is the plain optimizer, bit for bit."""
+    alone = schedule.but(workers=1, faults=(), data="steps")
+    outcome = run(alone)
+    if outcome.violation is not None:
+        raise outcome.violation
+    model = model_of(alone, 0)
+    learn(alone, model, optimizer_of(alone, model), own_batches(alone, 0))
+    x = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    if not torch.equal(x, outcome.ends[0]):
+        raise Violation("one worker is the plain optimizer", f"{outcome.ends[0]}, not {x}")
+
+
+def _run_in_lockstep(schedule: Schedule, outcome: Outcome) -> None:
+    """Layered SGD is synchronous SGD."""
+    outcome.sites["run in lockstep"] += 1
+    plain = run(schedule.but(strategy="allreduce"))
+    if plain.violation is not None:
+        raise plain.violation
+    for rank, x in outcome.ends.items():
+        if not torch.allclose(x, plain.ends[rank], rtol=1e-9, atol=1e-12):
+            raise Violation("layers are lockstep", f"rank {rank}: {x} and {plain.ends[rank]}")
+
+
+def _equal(ends: dict[int, Tensor], others: dict[int, Tensor]) -> bool:
+    same = ends.keys() == others.keys()
+    return same and all(torch.equal(x, others[rank]) for rank, x in ends.items())

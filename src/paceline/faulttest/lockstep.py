@@ -1,0 +1,154 @@
+"""The laws of synchronous methods: replicas are equal, and what they step with is the mean."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.faulttest.watched import Observer, around, close
+from paceline.strategies.diloco import DiLoCo
+from paceline.strategies.easgd import EASGD
+from paceline.strategies.hierarchical import Hierarchical
+from paceline.strategies.sasgd import SASGD
+from paceline.worker import Worker
+
+
+@dataclass
+class Part:
+    """What one worker brought to a step or a meeting: its model before, and what it gave."""
+
+    x: Tensor
+    given: Tensor
+    weight: float
+
+
+class Replicas(Observer):
+    """Workers that have made the same number of steps hold the same bits."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seen: dict[int, tuple[int, Tensor]] = {}
+
+    def watches(self) -> bool:
+        method = self.schedule.method
+        meets = isinstance(method, (SASGD, DiLoCo, Hierarchical))
+        meets = meets or self.schedule.name in ("allreduce", "layered")
+        meets = meets or (isinstance(method, EASGD) and method.sync)
+        return meets and self.schedule.workers > 1 and self.schedule.objective != "still"
+
+    def attach(self, worker: Worker) -> None:
+        if worker.rank < worker.size:
+            around(worker.strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+
+    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
+        shared = self._shared(worker.strategy, x)
+        if shared is not None:
+            self._compare(worker.rank, worker.strategy.steps, shared)  # type: ignore[attr-defined]
+        inner(x, g)
+
+    def _shared(self, strategy: Any, x: Tensor) -> Tensor | None:
+        """What all workers have alike before this step; None where they need not."""
+        if isinstance(strategy, EASGD):
+            return strategy.center
+        if isinstance(strategy, (SASGD, DiLoCo)):
+            return x if strategy.pending == 0 else None
+        if isinstance(strategy, Hierarchical):
+            return x if strategy.steps % strategy.interval == 0 else None
+        return x
+
+    def _compare(self, rank: int, step: int, x: Tensor) -> None:
+        if step not in self._seen:
+            self._seen[step] = (rank, x.clone())
+            return
+        first, theirs = self._seen[step]
+        self.scene.check(
+            torch.equal(x, theirs),
+            "replicas are equal",
+            lambda: (
+                f"before step {step} rank {rank} holds {x.tolist()}, rank {first} {theirs.tolist()}"
+            ),
+        )
+
+    def ended(self) -> None:
+        """Whoever comes to the end does so with the same model."""
+        ends = list(self.scene.finished.items())
+        for rank, x in ends[1:]:
+            self.scene.check(
+                torch.equal(x, ends[0][1]),
+                "replicas are equal",
+                f"rank {rank} ends with {x.tolist()}, rank {ends[0][0]} with {ends[0][1].tolist()}",
+            )
+
+
+class Means(Observer):
+    """A step, or a meeting, takes the mean over those who are there, each with its weight."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._parts: defaultdict[int, dict[int, Part]] = defaultdict(dict)
+        self._after: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._meetings: dict[int, int] = {}
+
+    def watches(self) -> bool:
+        method, schedule = self.schedule.method, self.schedule
+        plain = schedule.optimizer in ("sgd", "decay")
+        steps = schedule.name in ("allreduce", "layered") and plain
+        meets = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
+        return (steps or meets) and schedule.workers > 1 and schedule.objective != "still"
+
+    def attach(self, worker: Worker) -> None:
+        if worker.rank >= worker.size:
+            return
+        strategy: Any = worker.strategy
+        if self.schedule.name in ("allreduce", "layered"):
+            around(strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+        else:
+            around(strategy, "meet", lambda inner, x, w: self._meet(worker, inner, x, w))
+
+    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor) -> None:
+        assert worker.pace is not None
+        replica, number = worker.pace.replica, worker.pace.steps
+        decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
+        after = x - replica.lrs()[0] * (g + decay * x)
+        self._parts[number][worker.rank] = Part(x.clone(), after, replica.share)
+        if number:
+            self._after[number - 1][worker.rank] = x.clone()
+        inner(x, g)
+
+    def _meet(self, worker: Worker, inner: Any, x: Tensor, weight: int) -> int:
+        number = self._meetings.get(worker.rank, 0)
+        self._meetings[worker.rank] = number + 1
+        self._parts[number][worker.rank] = Part(x.clone(), x.clone(), weight)
+        total: int = inner(x, weight)
+        if total and not getattr(worker.strategy, "_behind", False):
+            self._after[number][worker.rank] = x.clone()
+        return total
+
+    def ended(self) -> None:
+        """All who went on after an exchange had a part in it; of the others, any number had."""
+        for number, after in self._after.items():
+            parts, (rank, x) = self._parts[number], next(iter(after.items()))
+            right = (close(x, m) for m in _means(parts, after))
+            self.scene.check(
+                any(right),
+                "the mean is over those who are there",
+                f"after exchange {number} rank {rank} is at {x.tolist()}; of"
+                f" {[(r, p.given.tolist(), p.weight) for r, p in parts.items()]}",
+            )
+
+
+def _means(parts: dict[int, Part], after: dict[int, Tensor]) -> Iterator[Tensor]:
+    """The means that are right: of all, and without some of those who did not go on."""
+    doubtful = [rank for rank in parts if rank not in after]
+    for count in range(len(doubtful) + 1):
+        for left_out in combinations(doubtful, count):
+            given = [(p.given, p.weight) for r, p in parts.items() if r not in left_out]
+            total = sum(weight for _, weight in given)
+            if total:
+                yield sum((weight * x for x, weight in given), start=0 * given[0][0]) / total

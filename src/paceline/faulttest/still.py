@@ -1,0 +1,75 @@
+"""The laws of runs without gradients: what is at rest stays so, and averages do not leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.faulttest.watched import Observer, around, close
+from paceline.strategies.adpsgd import ADPSGD
+from paceline.strategies.diloco import DiLoCo
+from paceline.strategies.served import GradientServed
+from paceline.worker import Worker
+
+_SLACK = 1e-9
+
+
+class AtRest(Observer):
+    """Without gradients servers stand still, AD-PSGD keeps the mean, others stay where they were.
+
+    Workers begin apart from each other. An average lies between the least and the greatest of what
+    they began with, in each number; so does all that is made of averages.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._began: dict[int, Tensor] = {}
+        self._common: Tensor | None = None
+
+    def watches(self) -> bool:
+        schedule = self.schedule
+        rests = schedule.objective == "still" and schedule.optimizer != "decay"
+        return rests and schedule.workers > 1 and not isinstance(schedule.method, DiLoCo)
+
+    def attach(self, worker: Worker) -> None:
+        if worker.rank < worker.size:
+            around(worker.strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+
+    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
+        if worker.rank not in self._began:
+            self._began[worker.rank] = x.clone()
+            if self.scene.life(worker.rank) == 1:
+                self._common = x - worker.rank
+        inner(x, g)
+
+    def ended(self) -> None:
+        if not self._began or self._common is None:
+            return
+        if isinstance(self.schedule.method, GradientServed):
+            self._compare(self._common, "a server without gradients stands still")
+        elif isinstance(self.schedule.method, ADPSGD):
+            if not self.schedule.faults and len(self._began) == self.schedule.workers:
+                mean = torch.stack(list(self._began.values())).mean(0)
+                self._compare(mean, "pairs keep the mean of all")
+        else:
+            self._compare_range()
+
+    def _compare(self, expected: Tensor, law: str) -> None:
+        for rank, x in self.scene.finished.items():
+            self.scene.check(
+                close(x, expected),
+                law,
+                f"rank {rank} ends with {x.tolist()}, not {expected.tolist()}",
+            )
+
+    def _compare_range(self) -> None:
+        began = torch.stack([*self._began.values(), self._common])  # type: ignore[list-item]
+        low, high = began.amin(0) - _SLACK, began.amax(0) + _SLACK
+        for rank, x in self.scene.finished.items():
+            self.scene.check(
+                bool(((x >= low) & (x <= high)).all()),
+                "averages stay between what they are of",
+                f"rank {rank} ends with {x.tolist()}",
+            )

@@ -1,0 +1,194 @@
+"""Make one run of the fault tests, with its observers."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.comm.simulated import SimulatedTransport, World
+from paceline.errors import PeerLost, summary_of
+from paceline.faulttest.common import (
+    Batches,
+    Ends,
+    Members,
+    Messages,
+    Steps,
+    Sums,
+    Traffic,
+    Windows,
+)
+from paceline.faulttest.decentralised import Averages
+from paceline.faulttest.lockstep import Means, Replicas
+from paceline.faulttest.schedule import Schedule
+from paceline.faulttest.served import Bound, Elastic, Pushes, Tokens
+from paceline.faulttest.still import AtRest
+from paceline.faulttest.training import train
+from paceline.faulttest.watched import (
+    Observer,
+    Scene,
+    Violation,
+    WatchedInbox,
+    WatchedTransport,
+    around,
+)
+from paceline.run import run_worker
+from paceline.sim.faults import LINK_KINDS, Fault
+from paceline.strategies import make_strategy
+from paceline.trace import Trace
+from paceline.worker import Worker
+
+OBSERVERS: tuple[type[Observer], ...] = (
+    Members,
+    Messages,
+    Windows,
+    Batches,
+    Sums,
+    Ends,
+    Steps,
+    Traffic,
+    AtRest,
+    Replicas,
+    Means,
+    Pushes,
+    Elastic,
+    Bound,
+    Tokens,
+    Averages,
+)
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        violation: the law that it broke.
+        stopped: whether it ended early, as it had to when a rank was lost.
+        trace_hash: its fingerprint.
+        seconds: of virtual time.
+        ends: the model of each worker that came to its end.
+        sites: what happened in it, and how often.
+        bytes_sent: by all ranks.
+    """
+
+    violation: Violation | None = None
+    stopped: bool = False
+    trace_hash: str = ""
+    seconds: float = 0.0
+    ends: dict[int, Tensor] = field(default_factory=dict)
+    sites: Counter[str] = field(default_factory=Counter)
+    bytes_sent: int = 0
+
+
+def run(schedule: Schedule) -> Outcome:
+    """Make the run, and look whether all laws hold in it."""
+    method = schedule.method
+    world = World(
+        schedule.cluster,
+        schedule.size,
+        seed=schedule.seed,
+        limits=schedule.limits,
+        faults=schedule.script,
+        homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
+        losses=schedule.losses,
+    )
+    scene = Scene(schedule, world)
+    world.inboxes = [WatchedInbox(scene, rank) for rank in range(schedule.size)]
+    scene.observers = [one for one in (cls(scene) for cls in OBSERVERS) if one.watches()]
+    world.on_reduced = scene.reduced
+    around(world, "inject", lambda inner, fault: _inject(scene, inner, fault))
+    trace, threads = Trace(clock=lambda: world.calendar.now_s), threading.active_count()
+    violation = _run(schedule, scene, trace)
+    _note_outages(scene)
+    if violation is None:
+        violation = _end(scene, threads)
+    return Outcome(
+        violation=violation,
+        stopped=scene.sites["stopped"] > 0,
+        trace_hash=trace.close(),
+        seconds=world.calendar.now_s,
+        ends=scene.finished,
+        sites=scene.sites,
+        bytes_sent=sum(transport.meter.bytes_sent for transport in scene.transports),
+    )
+
+
+def _run(schedule: Schedule, scene: Scene, trace: Trace) -> Violation | None:
+    world, elastic = scene.world, schedule.losses.goes_on
+
+    def body(transport: SimulatedTransport) -> None:
+        metered = WatchedTransport(transport, trace, scene)
+        worker = Worker(
+            metered,
+            make_strategy(schedule.method),
+            workers=schedule.workers,
+            seed=schedule.seed,
+            costs=world.costs[transport.rank],
+            on_event=lambda record: scene.sites.update([record["event"]]),
+            elastic=elastic,
+        )
+        scene.transports.append(metered)
+        scene.workers[worker.rank] = worker
+        for observer in scene.observers:
+            observer.attach(worker)
+        run_worker(worker, train, {"schedule": schedule})
+        if worker.rank < schedule.workers and worker.rank not in scene.finished:
+            scene.came_too_late(worker.rank)
+        metered.close()
+
+    try:
+        world.run(body)
+    except Violation as violation:
+        return violation
+    except PeerLost as lost:
+        if not elastic and set(lost.ranks) <= set(world.lost):
+            scene.sites["stopped"] += 1
+            return None
+        if elastic and set(range(schedule.workers)) <= set(world.lost):
+            return None  # of a run that has lost every one of its workers, nothing is left
+        return _ended_early(lost)
+    except Exception as error:
+        return _ended_early(error)
+    return None
+
+
+def _ended_early(error: Exception) -> Violation:
+    """The violation of a run that should have gone on."""
+    frames = traceback.extract_tb(error.__traceback__)[-5:]
+    where = " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    return Violation("liveness", f"the run ended by {summary_of(error)}{notes} in {where}")
+
+
+def _end(scene: Scene, threads: int) -> Violation | None:
+    """The laws of a whole run; one that had to stop is not whole."""
+    try:
+        left = threading.active_count() - threads
+        scene.check(left == 0, "left behind", f"{left} threads")
+        for observer in scene.observers if not scene.sites["stopped"] else ():
+            observer.ended()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def _note_outages(scene: Scene) -> None:
+    """Links are not harmed by events: what was planned before the end has been."""
+    for fault in scene.schedule.script:
+        if fault.kind in LINK_KINDS and (fault.at_s or 0.0) < scene.world.calendar.now_s:
+            scene.sites[fault.kind] += 1
+
+
+def _inject(scene: Scene, inner: object, fault: Fault) -> None:
+    assert fault.rank is not None and callable(inner)
+    if fault.rank not in scene.world.departed:
+        role = "server " if fault.rank >= scene.schedule.workers else ""
+        long = fault.for_s is None or fault.for_s > scene.schedule.dead_s
+        length = ("long " if long else "short ") if fault.kind == "freeze" else ""
+        scene.sites[f"{role}{length}{fault.kind}"] += 1
+    inner(fault)

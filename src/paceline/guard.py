@@ -1,0 +1,161 @@
+"""What keeps a bad update out of what ranks share.
+
+Whoever is about to hand on an update, or to take one in, looks at one number, its norm. One that is
+not finite is dropped, and so is one that is far larger than those before it. A sender of several
+such in a row is set aside: its updates count for nothing from then on, and the run goes on.
+
+In a row, and not in all: in a long run a bad batch comes now and then, and to drop it is all that
+is needed, while a sender that is broken sends nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WARN, DROP = 1e2, 1e4
+"""How many times the median of the last norms an update is told of, and is dropped at."""
+ABSURD = 1e18
+"""A norm that is dropped whatever came before."""
+KNOWN, REMEMBERED = 8, 65
+"""How many norms it takes to judge another by, and how many of the last ones are remembered."""
+IN_A_ROW = 3
+"""After so many updates dropped one after the other, their sender is set aside."""
+
+
+def norm(*vectors: Tensor) -> float:
+    """The norm of vectors that are taken for one; finite unless it, or a number in them, is not.
+
+    >>> import torch
+    >>> norm(torch.tensor([3.0, 4.0])), norm(torch.full((4,), 2e30)) > 1e30
+    (5.0, True)
+    >>> norm(torch.tensor([1.0, math.nan])), norm(torch.tensor([1.0, -math.inf]))
+    (nan, inf)
+    """
+    import torch
+
+    if not vectors:
+        return 0.0
+    kind = vectors[0].dtype if vectors[0].dtype.itemsize >= 4 else torch.float32
+    size = _norm(vectors, kind)
+    if not math.isfinite(size) and kind is torch.float32:  # or its square is too large for that
+        size = _norm(vectors, torch.float64)
+    return size
+
+
+def _norm(vectors: Sequence[Tensor], kind: Any) -> float:
+    import torch
+
+    squares = [_square(vector, kind) for vector in vectors]
+    return math.sqrt(float(squares[0] if len(squares) == 1 else torch.stack(squares).sum()))
+
+
+def _square(vector: Tensor, kind: Any) -> Tensor:
+    import torch
+
+    if vector.dtype is kind and vector.is_contiguous():  # the fastest way there is
+        flat = vector.view(-1)
+        return torch.dot(flat, flat)
+    size: Tensor = torch.linalg.vector_norm(vector, dtype=kind)
+    return size.square()
+
+
+def is_sound(vector: Tensor) -> bool:
+    """Whether a vector is one that a model may be: finite, and not absurdly large."""
+    return norm(vector) < ABSURD
+
+
+class Guard:
+    """What one rank knows of the updates that it has seen.
+
+    Args:
+        rank: this rank.
+
+    Attributes:
+        dropped: how many updates of each sender were dropped here.
+        aside: the senders that are set aside; this rank itself may be among them.
+        tell: called with what goes into the run's record.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.dropped: Counter[int] = Counter()
+        self.aside: set[int] = set()
+        self.tell: Callable[..., None] = lambda event, **facts: None
+        self._usual: dict[str, Usual] = {}
+        self._in_a_row: dict[tuple[int, str], int] = {}
+        self._told: set[int] = set()
+
+    def admits(self, size: float, sender: int, what: str) -> bool:
+        """Whether an update of this norm is taken in; ``what`` it is, its norm is compared with.
+
+        Once a sender is set aside, its updates are still counted, but not told one by one.
+        """
+        if sender in self.aside:
+            self.dropped[sender] += 1
+            return False
+        usual = self._usual.get(what) or self._usual.setdefault(what, Usual())
+        reason = usual.why_not(size)
+        if reason is not None:
+            self.dropped[sender] += 1
+            told = size if math.isfinite(size) else None
+            self.tell("dropped", sender=sender, what=what, reason=reason, norm=told)
+        else:
+            if usual.known and size > WARN * usual.median and sender not in self._told:
+                self._told.add(sender)
+                self.tell("large", sender=sender, what=what, norm=size, usual=usual.median)
+            usual.remember(size)
+        self._note(sender, what, dropped=reason is not None)
+        return reason is None
+
+    def hear(self, judge: int, dropped: bool) -> None:
+        """Hear from another rank whether it has dropped this one's update."""
+        if self.rank not in self.aside:
+            self._note(self.rank, f"judged by rank {judge}", dropped)
+
+    def _note(self, sender: int, what: str, dropped: bool) -> None:
+        before = self._in_a_row.pop((sender, what), 0)
+        if dropped:
+            self._in_a_row[sender, what] = before + 1
+        if dropped and before + 1 == IN_A_ROW:
+            self.aside.add(sender)
+            self.tell("set_aside", sender=sender, what=what)
+
+
+class Usual:
+    """The norms of the last updates of one kind."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether there are enough of them to judge another by; zeros tell nothing."""
+        return len(self._last) >= KNOWN and self.median > 0
+
+    @property
+    def median(self) -> float:
+        """That of the norms; 0 while there are none."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
+
+    def why_not(self, size: float) -> str | None:
+        """Why an update of this norm is bad; None when it is not."""
+        if not math.isfinite(size):
+            return "not finite"
+        if size >= ABSURD or (self.known and size > DROP * self.median):
+            return f"exploding: the usual norm is {self.median:.3g}"
+        return None
+
+    def remember(self, size: float) -> None:
+        """Add the norm of an update that was taken in; forget the oldest."""
+        self._last.append(size)
+        insort(self._sorted, size)
+        if len(self._last) > REMEMBERED:
+            del self._sorted[bisect_left(self._sorted, self._last.popleft())]

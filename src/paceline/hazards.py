@@ -1,0 +1,52 @@
+"""Faults that a real rank does to itself: those that happen at one of its own steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.sim.faults import Fault
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Transport
+    from paceline.processes import Channel
+
+
+class Hazards:
+    """Called before each step of a rank: kills, stops or slows it down when that is due.
+
+    What happens at a time is done by the launcher, except for slowing down.
+    """
+
+    def __init__(
+        self, faults: Sequence[dict[str, Any]], transport: Transport, channel: Channel
+    ) -> None:
+        mine = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
+        self._faults = [] if transport.late else mine
+        self._transport, self._channel = transport, channel
+        self._ended_s = transport.now()
+
+    def __call__(self, step: int) -> None:
+        """Hear that a step begins."""
+        now_s = self._transport.now()
+        for fault in self._faults:
+            if fault.kind == "slow" and self._lasts(fault, step, now_s):
+                time.sleep((now_s - self._ended_s) * ((fault.factor or 1.0) - 1))
+            elif fault.at_step == step and fault.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.at_step == step and fault.kind == "freeze":
+                told = {"t": now_s, "event": "stopped", "rank": self._transport.rank}
+                self._channel.send({"kind": "event", "record": told})
+                if fault.for_s is not None:
+                    self._channel.send({"kind": "thaw", "for_s": fault.for_s})
+                os.kill(os.getpid(), signal.SIGSTOP)
+        self._ended_s = self._transport.now()
+
+    def _lasts(self, fault: Fault, step: int, now_s: float) -> bool:
+        if fault.at_step is not None:
+            return step >= fault.at_step
+        begin_s = fault.at_s or 0.0
+        return begin_s <= now_s and (fault.for_s is None or now_s < begin_s + fault.for_s)

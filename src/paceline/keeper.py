@@ -1,0 +1,267 @@
+"""The keeper of a rank's state: it makes the rank's part of checkpoints, and takes one up again.
+
+All ranks stand still together when a checkpoint is made. The first worker decides when; workers
+come when the body of their loop is through, as the next batch is asked for, and then have the
+others come, servers and communicators. Nobody is in the middle of anything then, so that what each
+rank holds, together with the messages that wait for it, is all there is of the run.
+
+A run that takes up a checkpoint runs ``train`` from its top. Until it comes to where the checkpoint
+was made it only catches up: loaders give one batch of each epoch that was over, and steps are not
+made. What the loop does there is undone when the worker is there: model, optimizer, random
+generators and all that was given to ``worker.track`` are then as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.states import load_state, pack_state
+from paceline.checkpoint.store import Saved, Store
+from paceline.data import Place
+from paceline.errors import UsageError
+from paceline.pace import Pace
+from paceline.strategies.base import Staleness
+from paceline.words import size as in_words
+
+if TYPE_CHECKING:
+    from paceline.worker import Worker
+
+_PHASES = 4
+
+
+class Stopped(BaseException):
+    """Ends a rank after the checkpoint that the run was asked to end with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """When a run makes checkpoints, and what it goes on from; numbers and texts only.
+
+    Args:
+        folder: where they are.
+        steps: after so many steps of the first worker.
+        minutes: after so many minutes of the run's clock.
+        resume: the folder of the one to take up.
+    """
+
+    folder: str
+    steps: int | None = None
+    minutes: float | None = None
+    resume: str | None = None
+
+
+class Keeper:
+    """What one rank does for checkpoints.
+
+    Args:
+        plan: when they are made.
+        tell: hears of each file that this rank has written.
+    """
+
+    def __init__(self, plan: Plan, tell: Callable[[Saved], None]) -> None:
+        self._plan, self._tell = plan, tell
+        self._store = Store(Path(plan.folder))
+        self._answered = 0
+        self._made_s = 0.0
+        self._state: dict[str, Any] = {}
+        self._steps_left: int | None = None
+        self._stop_asked = False
+
+    def bind(self, worker: Worker) -> None:
+        """Keep the state of this worker, or of the rank that is none."""
+        self._worker, self._transport = worker, worker.transport
+        self._everyone = range(worker.comm.size)
+        called = self._transport.called().number  # one that comes late may be waited for already
+        self._answered = called - (not self._transport.is_over(_PHASES * called + 1) and called > 0)
+        worker.strategy.on_summons = self.save_together
+        if worker.rank == 0:
+            self._check_room()
+
+    def ask_to_stop(self) -> None:
+        """Have a last checkpoint made, after which the run ends."""
+        self._stop_asked = True
+
+    # Making one ----------------------------------------------------------------------------------
+
+    @property
+    def _drift(self) -> int | None:
+        """How far workers can be apart; None where each may stop after any step."""
+        return None if self._pace.alone else self._worker.strategy.drift
+
+    @property
+    def _pace(self) -> Pace:
+        assert self._worker.pace is not None
+        return self._worker.pace
+
+    def _check_room(self) -> None:
+        """Refuse a disk that has no room for two checkpoints; the optimizer's part is a guess."""
+        x = self._pace.replica.flat.x
+        needed = 2 * len(self._everyone) * 3 * x.nbytes
+        free = shutil.disk_usage(self._plan.folder).free
+        if free < needed:
+            raise UsageError(
+                f"checkpoints in {self._plan.folder} need {in_words(needed)}, and"
+                f" {in_words(free)} are free"
+            )
+
+    def after_step(self) -> None:
+        """Make a checkpoint, if one is due after this step."""
+        if self._worker.rank == 0:
+            self._call_if_due()
+        call, steps, drift = self._transport.called(), self._pace.steps, self._drift
+        if drift is not None and self._was_lost():
+            return  # who has come again counts other steps than the rest
+        called = call.number > self._answered and (drift is None or steps >= call.step)
+        regular = drift is not None and self._is_regular(steps)
+        if called:
+            self._answered = call.number
+        if called or regular:
+            self._save(call.number if drift is None else steps, called and call.stop)
+
+    def _is_regular(self, steps: int) -> bool:
+        return self._plan.steps is not None and steps % self._plan.steps == 0
+
+    def _was_lost(self) -> bool:
+        """Whether a rank is lost, or was and has come again."""
+        lives = map(self._transport.life, self._everyone)
+        return bool(self._transport.lost()) or any(life > 1 for life in lives)
+
+    def _call_if_due(self) -> None:
+        if self._transport.called().number > self._answered or self._was_lost():
+            return
+        steps, drift = self._pace.steps, self._drift
+        waited_s = self._transport.now() - self._made_s
+        by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
+        if self._stop_asked or by_time or (drift is None and self._is_regular(steps)):
+            self._made_s = self._transport.now()
+            self._transport.call(steps if drift is None else steps + drift + 1, self._stop_asked)
+
+    def _save(self, number: int, stop: bool) -> None:
+        worker, strategy = self._worker, self._worker.strategy
+        x = self._pace.replica.flat.x
+        self._pace.settle()
+        if not self._pace.alone:
+            strategy.before_meeting(number)
+        if self._transport.meet(_PHASES * number + 1, range(worker.size)):
+            if worker.rank == 0:
+                for rank in self._everyone[worker.size :]:
+                    strategy.summon(rank, number, stop)
+            self.save_together(number, stop)
+        if not self._pace.alone:
+            strategy.go_on(x)
+        self._transport.resume()
+
+    def save_together(self, number: int, stop: bool) -> None:
+        """Save the state of this rank at the same moment as all the others."""
+        meet, transport = self._transport.meet, self._transport
+        if not meet(_PHASES * number + 2, self._everyone):
+            return
+        transport.resume()  # whose generators are saved
+        step = transport.called().step if self._drift is None else number
+        content, now_s = pack_state(self._read()), transport.now()
+        self._made_s = now_s
+        if meet(_PHASES * number + 3, self._everyone):
+            self._tell(self._store.save_rank(step, self._worker.rank, now_s, content))
+            if stop:
+                raise Stopped
+
+    def _read(self) -> dict[str, Any]:
+        """All that this rank has to have again."""
+        worker, pace = self._worker, self._pace
+        state: dict[str, Any] = {
+            "strategy": worker.strategy.state_dict(),
+            "stale": vars(worker.strategy.stale),
+            "transport": self._transport.snapshot(shared=worker.rank == 0),
+            "generators": read_generators(worker.device),
+            "pace": pace.state(),
+            "answered": self._answered,
+        }
+        if worker.rank < worker.size:
+            worker.check_places()
+            state |= worker.own_state()
+        return state
+
+    # Taking one up -------------------------------------------------------------------------------
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self._plan.resume is not None
+
+    def take_up(self) -> None:
+        """Take up the state of this rank, once all others are here to do the same."""
+        worker = self._worker
+        state = self._state = load_state(Path(self._plan.resume or ""), f"rank{worker.rank}")
+        worker.strategy.load_state_dict(state["strategy"])
+        worker.strategy.stale = Staleness(**state["stale"])
+        self._transport.restore(state["transport"])
+        self._pace.load_state(state["pace"])
+        self._made_s, self._answered = self._transport.now(), state["answered"]
+        if worker.rank < worker.size:
+            self._begin_to_catch_up(state["loaders"])
+        else:
+            write_generators(state["generators"], worker.device)
+        self._transport.meet(_PHASES - 1, self._everyone)
+
+    def _begin_to_catch_up(self, loaders: list[Any]) -> None:
+        worker, places = self._worker, [Place(*place) for place in loaders]
+        if not any(place.under_way for place in places):
+            self._steps_left = self._pace.steps
+            places = [Place() for _ in places]
+        self._pace.on_skip = self._skip
+        worker.go_on_from(places, self._state["epochs_done"])
+
+    def _skip(self) -> None:
+        """Hear of a step that lies before the checkpoint; the last one may be where it was made."""
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """Be where the checkpoint was made: from here on everything counts."""
+        worker, state = self._worker, self._state
+        if self._pace.on_skip is None:
+            return
+        self._pace.on_skip = None
+        worker.load_own_state(state)
+        write_generators(state["generators"], worker.device)
+        if not self._pace.alone:
+            worker.strategy.go_on(self._pace.replica.flat.x)
+        self._state = {}
+        self._transport.resume()
+
+
+# Random generators -------------------------------------------------------------------------------
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """The states of the global random generators."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "python": (version, torch.tensor(words), gauss),
+    }
+
+
+def write_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Put the global random generators into the states that :func:`read_generators` gave."""
+    kind, keys, *rest = state["numpy"]
+    version, words, gauss = state["python"]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate((version, tuple(words.tolist()), gauss))

@@ -1,0 +1,417 @@
+"""Checkpoints on disk: whole or not there, whatever happens while they are written, or later."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paceline as pl
+from paceline.checkpoint.disk import KINDS, POINTS, Disk
+from paceline.checkpoint.states import MAX_HEADER_BYTES, load_state, pack_state
+from paceline.checkpoint.store import LATEST, MANIFEST, Saved, Store, open_checkpoint, seal
+
+RANKS = 2
+CONFIG = {"strategy": "AllReduce()", "workers": 2}
+
+
+def save(store: Store, step: int, ranks: int = RANKS) -> list[Saved]:
+    """Make the checkpoint of a step."""
+    saved = [
+        store.save_rank(step, rank, step / 10, pack_state({"step": step, "x": torch.ones(64)}))
+        for rank in range(ranks)
+    ]
+    store.commit(saved, CONFIG, {"metrics": [{"rank": 0, "loss": 0.5}], "events": []})
+    return saved
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store with the checkpoints of steps 1 and 2."""
+    store = Store(tmp_path / "checkpoints")
+    store.begin(None)
+    save(store, 1)
+    save(store, 2)
+    return store
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_checkpoint_is_a_folder_of_ranks_and_a_manifest(store):
+    found = store.newest()
+    assert (found.step, found.time_s, found.path) == (2, 0.2, store.folder(2))
+    assert files_in(found.path) == ["manifest.json", "metrics.json", "rank0.safetensors"] + [
+        "rank1.safetensors"
+    ]
+    assert found.records() == {"metrics": [{"rank": 0, "loss": 0.5}], "events": []}
+    assert (store.path / LATEST).read_text() == "step-000000002\n"
+    assert load_state(found.path, "rank1")["step"] == 2
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_ones_are_kept(tmp_path, keep):
+    store = Store(tmp_path, keep)
+    for step in range(1, 6):
+        save(store, step)
+    kept = [path.name for path in sorted(tmp_path.glob("step-*"))]
+    assert kept == [f"step-{step:09d}" for step in range(6 - keep, 6)]
+
+
+def test_a_new_checkpoint_that_is_being_written_outlives_the_tidying_of_an_older_one(tmp_path):
+    store = Store(tmp_path)
+    store.save_rank(7, 0, 0.7, pack_state({}))
+    save(store, 6)
+    assert store.folder(7).is_dir()
+
+
+def test_a_run_that_goes_on_removes_what_is_later(store):
+    store.save_rank(9, 0, 0.9, pack_state({}))
+    (store.folder(1) / ".rank0.safetensors.7.part").write_text("half")
+    store.begin(store.newest())
+    assert [path.name for path in sorted(store.path.glob("step-*"))] == [
+        "step-000000001",
+        "step-000000002",
+    ]
+    assert not list(store.path.rglob("*.part"))
+
+
+def test_another_configuration_is_refused_by_its_first_difference(store):
+    found = store.newest()
+    found.check_config(CONFIG)
+    with pytest.raises(pl.UsageError, match=r"workers \(3\) must be 2, as in the checkpoint"):
+        found.check_config({**CONFIG, "workers": 3, "seed": 1})
+    with pytest.raises(pl.UsageError, match=r"seed \(1\) must be None"):
+        found.check_config({**CONFIG, "seed": 1})
+    with pytest.raises(pl.UsageError, match=r"strategy \(None\) must be AllReduce\(\)"):
+        found.check_config({"workers": 2})
+
+
+# Crashes -----------------------------------------------------------------------------------------
+
+_KILLED = """
+import os, sys, torch
+from pathlib import Path
+from paceline.checkpoint.states import pack_state
+from paceline.checkpoint.store import Store
+
+def save(store, step):
+    content = pack_state({"step": step, "x": torch.ones(9)})
+    saved = [store.save_rank(step, rank, 0.0, content) for rank in range(2)]
+    store.commit(saved, {}, {"metrics": [], "events": []})
+
+for name in sys.argv[2:]:
+    store = Store(Path(sys.argv[1]) / name, keep=1)
+    save(store, 1)
+    pid = os.fork()
+    if pid == 0:
+        os.environ["PACELINE_FAILPOINT"] = name
+        save(store, 2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9, name
+"""
+FAILPOINTS = [f"{kind}.{point}" for kind in KINDS for point in POINTS]
+NEW_FROM = FAILPOINTS.index("latest.folder")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder for each failpoint, left by a process that was killed there."""
+    folder = tmp_path_factory.mktemp("killed")
+    subprocess.run([sys.executable, "-c", _KILLED, str(folder), *FAILPOINTS], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAILPOINTS)
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(killed, name):
+    store = Store(killed / name)
+    found = store.newest()
+    assert found.step == (2 if FAILPOINTS.index(name) >= NEW_FROM else 1)
+    assert load_state(found.path, "rank1")["step"] == found.step
+    store.begin(found)
+    save(store, 3)
+    assert store.newest().step == 3 and not list(store.path.rglob("*.part"))
+
+
+class FragileDisk(Disk):
+    """Remembers what would be there after a loss of power, at each moment.
+
+    What was not flushed is half there, if it has its name; and names that were not flushed are
+    there or not.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.images: list[dict[str, bytes]] = []
+        self.ends: dict[int, int] = {}
+        self._nodes: dict[Path, list[bytes]] = {}
+        self._names: dict[Path, list[bytes]] = {}
+        self._note()
+
+    def write(self, path, content, on_half):
+        super().write(path, content, on_half)
+        self._nodes[path] = [content, content[: len(content) // 2]]
+        self._note()
+
+    def flush(self, path):
+        super().flush(path)
+        if path in self._nodes:
+            self._nodes[path][1] = self._nodes[path][0]
+        else:
+            gone = [p for p in self._names if p.parent == path and p not in self._nodes]
+            for name in gone:
+                del self._names[name]
+            self._names |= {p: node for p, node in self._nodes.items() if p.parent == path}
+        self._note()
+
+    def rename(self, path, target):
+        super().rename(path, target)
+        self._nodes[target] = self._nodes.pop(path)
+        self._note()
+
+    def remove(self, path):
+        super().remove(path)
+        for name in [p for p in self._nodes if p == path or path in p.parents]:
+            del self._nodes[name]
+        self._note()
+
+    def _note(self) -> None:
+        for names in (self._names, self._nodes):
+            self.images.append({str(p.relative_to(self.root)): n[1] for p, n in names.items()})
+
+
+def show(image: dict[str, bytes], folder: Path) -> Store:
+    """A store on what a loss of power has left."""
+    for name, content in image.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return Store(folder)
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint")
+def test_a_loss_of_power_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = FragileDisk(root)
+    store, made = Store(root, 1, disk), {}
+    for step in (1, 2, 3):
+        save(store, step)
+        made[step] = len(disk.images)
+    for number, image in enumerate(disk.images):
+        whole = [step for step, end in made.items() if end <= number]
+        found = show(image, tmp_path / str(number)).newest()
+        begun = 1 + sum(end <= number for end in made.values())
+        if whole:
+            assert found is not None and whole[-1] <= found.step <= begun
+        if found is not None:
+            assert load_state(found.path, "rank1")["step"] == found.step
+
+
+@pytest.mark.parametrize("number", [28, 30, 122], ids=["full", "read-only", "quota"])
+@pytest.mark.parametrize("operation", ["write", "flush", "rename", "make_folder"])
+def test_a_disk_that_fails_leaves_the_checkpoint_before(store, monkeypatch, operation, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    before = files_in(store.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, operation, fail)
+        saved = store.save_rank(3, 0, 0.3, pack_state({"x": torch.ones(64)}))
+    assert saved.error == os.strerror(number) and not saved.digest
+    store.abandon(3)
+    assert files_in(store.path) == before and store.newest().step == 2
+
+
+# What is not what was written --------------------------------------------------------------------
+
+
+def flip(path: Path, seed: int = 0) -> None:
+    """Turn one bit."""
+    content = bytearray(path.read_bytes())
+    place = random.Random(seed).randrange(8 * len(content))
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def turn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("spoil", [flip, cut, lengthen, turn, link, os.unlink])
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.safetensors", "metrics.json"])
+def test_a_file_that_is_another_is_found_out_and_the_one_before_is_taken(store, spoil, name):
+    spoil(store.folder(2) / name)
+    with pytest.warns(UserWarning, match=rf"step-000000002 is not whole: {name}.*an earlier one"):
+        assert store.newest().step == 1
+
+
+def test_files_of_two_ranks_that_were_swapped_are_found_out(tmp_path):
+    store = Store(tmp_path)
+    saved = [store.save_rank(1, rank, 0.0, pack_state({"rank": rank})) for rank in range(2)]
+    store.commit(saved, {}, {"metrics": [], "events": []})
+    one, other = (store.folder(1) / f"rank{rank}.safetensors" for rank in range(2))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"rank0\.safetensors is not as it was written"):
+        assert store.newest() is None
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**31), st.sampled_from(["rank0.safetensors", "metrics.json", MANIFEST]))
+def test_any_flipped_bit_is_found_out(tmp_path_factory, seed, name):
+    store = Store(tmp_path_factory.mktemp("store"))
+    save(store, 1)
+    whole = (store.folder(1) / MANIFEST).read_text()
+    flip(store.folder(1) / name, seed)
+    told = (store.folder(1) / name).read_bytes()
+    if name == MANIFEST and is_same_json(told, seal(json.loads(whole))):
+        return  # a blank became another
+    with pytest.raises(pl.UsageError, match="is not whole"):
+        open_checkpoint(store.folder(1))
+
+
+def is_same_json(told: bytes, manifest) -> bool:
+    try:
+        return json.loads(told) == manifest
+    except ValueError:
+        return False
+
+
+def edit(**changes):
+    def change(path):
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps(seal({**manifest, **changes})))
+
+    return change
+
+
+def name_another_folder(path):
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../../outside"] = manifest["files"].pop("rank1.safetensors")
+    path.write_text(json.dumps(seal(manifest)))
+
+
+def say_twice(path):
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1, "step": 2'))
+
+
+def nest(path):
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(edit(version=2), edit(step=1), edit(step="2"), edit(ranks=1), edit(ranks=10**12)),
+        *(edit(files=[]), edit(config=[]), edit(time_s="soon"), name_another_folder, say_twice),
+        *(nest, os.unlink, flip, lambda path: path.write_bytes(b"\x80\x04\x95 pickle")),
+        lambda path: path.write_bytes(b" " * (5 << 20)),
+    ],
+    ids=lambda spoil: getattr(spoil, "__name__", "spoil"),
+)
+def test_a_manifest_that_is_not_one_is_refused(store, spoil):
+    spoil(store.folder(2) / MANIFEST)
+    with pytest.warns(UserWarning, match="step-000000002 is not whole"):
+        assert store.newest().step == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "../../etc", "step-000000009", "step-1", "\0", "step-000000002\n" * 9]
+)
+def test_a_pointer_that_leads_nowhere_is_not_followed(store, text):
+    (store.path / LATEST).write_text(text)
+    assert store.newest().step == 2
+
+
+class Bomb:
+    """What a pickle would run."""
+
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def header(length, content=b""):
+    return struct.pack("<Q", length) + content
+
+
+def entries(**tensors):
+    text = json.dumps({"__metadata__": {"state": '{"dict": []}'}, **tensors}).encode()
+    return header(len(text), text)
+
+
+HUGE = {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}
+TWINS = b'{"__metadata__": {"state": "1"}, "a": 1, "a": 2}'
+HOSTILE = {
+    "length": header(2**63),
+    "header": header(MAX_HEADER_BYTES + 1, b" " * (MAX_HEADER_BYTES + 1)),
+    "tensor": entries(x=HUGE),
+    "twins": header(len(TWINS), TWINS),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_refused_before_memory_is_taken(tmp_path, content):
+    (tmp_path / "rank0.safetensors").write_bytes(content)
+    with pytest.raises(pl.UsageError, match=r"no saved state in .*rank0\.safetensors: "):
+        load_state(tmp_path, "rank0")
+
+
+def test_a_pickle_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(Bomb(), "rank0.safetensors")
+    with pytest.raises(pl.UsageError, match="no saved state"):
+        load_state(tmp_path, "rank0")
+    assert not Path("exploded").exists()
+
+
+trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dict", "tuple", "tensor", "x"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(trees)
+def test_any_json_for_a_state_is_read_or_refused(tmp_path_factory, tree):
+    folder = tmp_path_factory.mktemp("state")
+    text = json.dumps({"__metadata__": {"state": json.dumps(tree)}}).encode()
+    (folder / "rank0.safetensors").write_bytes(header(len(text), text))
+    try:
+        assert isinstance(load_state(folder, "rank0"), dict)
+    except pl.UsageError as error:
+        assert "no saved state in" in str(error)
+
+
+def test_the_folder_of_a_store_may_vanish(store):
+    shutil.rmtree(store.path)
+    assert store.newest() is None and not store.holds_some

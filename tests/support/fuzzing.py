@@ -1,0 +1,203 @@
+"""Readers of what others wrote, and inputs that are garbage, or almost right."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.arena import RANGE_BYTES, Arena
+from paceline.comm.base import Limits
+from paceline.comm.shared_memory import SharedMemoryTransport
+from paceline.errors import MessageMismatch, UsageError
+from paceline.faulttest.schedule import Schedule
+from paceline.sim.cluster import read_cluster, read_faults
+from paceline.sim.faults import KINDS, parse_fault
+from paceline.trace import outline, read
+
+FOLDER = Path(tempfile.gettempdir()) / f"paceline-fuzzing-{os.getpid()}"
+
+
+class Target(NamedTuple):
+    """A reader, and what it is given; it may refuse that, and do nothing else wrong."""
+
+    make: Callable[[Random], Any]
+    read: Callable[[Any], None]
+
+
+# Inputs ------------------------------------------------------------------------------------------
+
+CLUSTER = """\
+about = "x"
+ranks_per_node = 1
+cores = 2
+[network]
+latency_s = 5e-5
+bytes_per_s = 125e6
+[compute]
+sample_s = 3e-4
+spread = 0.1
+factors = [1.0, 2.0]
+slow = {3 = 2.0}
+[loading]
+prefetch = 2
+[collectives]
+algorithm = "two-level"
+calls = 0
+[handling.post]
+latency_s = 2e-5
+[[faults]]
+kind = "kill"
+rank = 3
+at_s = 10.0
+"""
+SCRIPT = '[[faults]]\nkind = "slow"\nrank = 1\nfactor = 2\nfor_s = 1.0\n'
+TRACE = """\
+{"t": 0.5, "rank": 0, "event": "post", "peer": 1, "bytes": 8, "tag": 1}
+{"t": 0.75, "rank": 1, "event": "step", "peer": null, "bytes": 0, "step": 3, "wait_s": 0.1}
+"""
+SCHEDULE = '{"strategy": "gossip", "workers": 3, "faults": ["kill(rank=1).at(step=2)"]}'
+ODD = ["0", "-1", "1e309", "nan", "-inf", "9" * 30, "true", "[[]]", '""', "None", "{}", "\x00", "é"]
+
+
+def number(random: Random) -> str:
+    return random.choice([*ODD, str(random.getrandbits(64)), str(random.uniform(-10, 10))])
+
+
+def spoilt(text: str) -> Callable[[Random], bytes]:
+    """A text with a few pieces cut out, doubled, or replaced by garbage."""
+
+    def make(random: Random) -> bytes:
+        data = bytearray(text.encode())
+        for _ in range(random.randrange(5)):
+            start = random.randrange(len(data) + 1)
+            piece = data[start : start + random.randrange(13)]
+            twice, garbage = piece * 2, random.randbytes(random.randrange(9))
+            new = random.choice([b"", twice, garbage, number(random).encode()])
+            data[start : start + len(piece)] = new
+        return random.randbytes(random.randrange(200)) if random.random() < 0.1 else bytes(data)
+
+    return make
+
+
+def sentence(random: Random) -> str:
+    if random.random() < 0.4:
+        return spoilt("freeze(rank=1, for_s=3).at(seconds=2)")(random).decode(errors="replace")
+    kind = random.choice([*KINDS, "explode"])
+    name = random.choice(["rank", "peer", "node", "for_s", "factor", "at_s", "x"])
+    verb, when = random.choice(["at", "on"]), random.choice(["seconds", "step", "rank"])
+    return f"{kind}({name}={number(random)}).{verb}({when}={number(random)})"
+
+
+def frame(random: Random) -> list[tuple[int, int]]:
+    """Words of a frame, each with its place in it: any, small ones, the edges of memory."""
+    edges = [n * RANGE_BYTES for n in (1, 2, 3)]
+    words = [
+        random.getrandbits(64) - (1 << 63),
+        random.randrange(-2, 10),
+        random.choice(edges) + random.randrange(-64, 65),
+    ]
+    return [(random.randrange(9), random.choice(words)) for _ in range(random.randrange(6))]
+
+
+# Readers -----------------------------------------------------------------------------------------
+
+
+def _file(name: str, data: bytes) -> Path:
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / name
+    path.write_bytes(data)
+    return path
+
+
+def read_a_cluster(data: bytes) -> None:
+    with suppress(UsageError):
+        read_cluster(_file("cluster.toml", data))
+
+
+def read_a_script(data: bytes) -> None:
+    with suppress(UsageError):
+        read_faults(_file("faults.toml", data))
+
+
+def read_a_fault(text: str) -> None:
+    with suppress(UsageError):
+        parse_fault(text)
+
+
+def read_a_schedule(data: bytes) -> None:
+    with suppress(UsageError):
+        Schedule.parse(data.decode(errors="replace"))
+
+
+def read_a_trace(data: bytes) -> None:
+    path = _file("trace.jsonl", data)
+    for reader in (read, lambda path: outline(path, "step")):
+        with suppress(UsageError):
+            for record in reader(path):
+                assert isinstance(record["event"], str)
+
+
+class Mailbox:
+    """Two ranks of one process; what the second one writes into its words, the first one reads."""
+
+    _made: Mailbox | None = None
+
+    def __init__(self) -> None:
+        fd = Arena.create(2)
+        self.reader, self.writer = (SharedMemoryTransport(fd, rank, 2, Limits()) for rank in (0, 1))
+        self.like = torch.arange(3.0)
+        self.writer.publish(self.like)
+        self.writer.post(self.like, 0, 1)
+        layout, words = self.writer.layout, self.writer.words
+        self.slot, self.window = layout.slot(1, 0, 0), layout.window(1)
+        self.receipt = layout.receipt(1, 0, 0)
+        self.message = words.read(self.slot, 6)
+        self.shown = words.read(self.window, 9)
+
+    @classmethod
+    def get(cls) -> Mailbox:
+        """The one of this process: each takes a part of the address space."""
+        cls._made = cls._made or cls()
+        return cls._made
+
+
+def read_a_message(words_of: list[tuple[int, int]]) -> None:
+    box = Mailbox.get()
+    words = list(box.message)
+    for index, word in words_of:
+        words[index % 6] = word
+    box.reader.words.write(box.slot, tuple(words))
+    box.reader.words[box.receipt] = 0
+    with suppress(MessageMismatch):
+        taken = box.reader.take_now(box.like, (1,), 1)
+        assert taken is None or (taken[0] == 1 and taken[1].shape == box.like.shape)
+
+
+def read_a_window(words_of: list[tuple[int, int]]) -> None:
+    box = Mailbox.get()
+    words = list(box.shown)
+    for index, word in words_of:
+        words[index] = word
+    box.reader.words.write(box.window, tuple(words))
+    for like in (box.like, None):
+        with suppress(MessageMismatch):
+            seen = box.reader.peek(1, like)
+            assert seen is None or like is None or seen[1].shape == like.shape
+
+
+TARGETS = {
+    "cluster": Target(spoilt(CLUSTER), read_a_cluster),
+    "fault script": Target(spoilt(SCRIPT), read_a_script),
+    "fault": Target(sentence, read_a_fault),
+    "schedule": Target(spoilt(SCHEDULE), read_a_schedule),
+    "trace": Target(spoilt(TRACE), read_a_trace),
+    "mailbox": Target(frame, read_a_message),
+    "window": Target(frame, read_a_window),
+}

@@ -1,0 +1,161 @@
+"""Runs that go on: ranks that are killed, stopped and started again, in real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+from support import runs
+from support.worlds import on_shared_memory
+
+import paceline as pl
+from paceline.control import DOOR, ask
+
+WORKERS, SAMPLES = 4, 240
+ASYNCHRONOUS = ["gossip", "easgd(interval=2)", "downpour", "cyclic", "adpsgd", "ssp"]
+SYNCHRONOUS = ["allreduce", "sasgd(interval=2)", "layered", "gossip(sync=true)"]
+
+pytestmark = on_shared_memory
+
+
+def launch(strategy, *faults, **how):
+    how.setdefault("arguments", {})
+    how["arguments"].setdefault("samples", SAMPLES)
+    return pl.launch(
+        runs.train_through_losses, workers=WORKERS, strategy=strategy, faults=faults, **how
+    )
+
+
+def happened(result, event):
+    return [e["rank"] for e in result.events if e["event"] == event]
+
+
+def answers(result):
+    """What each worker that came to its end has answered."""
+    return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
+
+
+def times_taken(result, epoch):
+    """How often each sample was part of a step that came to its end."""
+    taken = [m["taken"].split() for m in result.metrics if m.get("epoch") == epoch]
+    return Counter(int(number) for numbers in taken for number in numbers)
+
+
+@pytest.mark.parametrize("strategy", ASYNCHRONOUS)
+def test_the_others_go_on_when_a_worker_dies(strategy):
+    result = launch(strategy, pl.kill(rank=1).at(step=3), arguments={"until_lost": True})
+    assert (result.lost_workers, happened(result, "lost")) == (1, [1])
+    assert set(answers(result)) == {0, 2, 3}
+    assert len(set(answers(result).values())) == 1
+    for epoch in range(2):
+        taken = times_taken(result, epoch)
+        assert set(taken) == set(range(SAMPLES)), "what the dead one had in hand came not again"
+        assert taken.total() == SAMPLES
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour"])
+def test_the_first_worker_is_no_other_than_the_rest(strategy, tmp_path):
+    how = {"until_lost": True, "whose": 0}
+    result = launch(strategy, pl.kill(rank=0).at(step=3), arguments=how, out=tmp_path)
+    assert set(answers(result)) == {1, 2, 3}
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["downpour(shards=2)", "easgd(interval=2)", "cyclic", "ssp", "layered"]
+)
+def test_a_server_or_communicator_that_dies_is_followed_by_another(strategy, tmp_path):
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    result = launch(strategy, arguments=how, on_loss="continue")
+    assert happened(result, "succeeded") == [4] and result.lost_workers == 0
+    assert set(answers(result)) == {0, 1, 2, 3}
+    assert len(set(answers(result).values())) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
+def test_a_worker_that_was_left_behind_comes_back(strategy):
+    result = launch(
+        strategy,
+        pl.freeze(rank=1, for_s=1.0).at(step=3),
+        limits=pl.Limits(dead_s=0.3),
+        arguments={"until_life": 2},
+    )
+    assert happened(result, "rejoined") == [1]
+    assert (result.lost_workers, result.joined_workers) == (1, 1)
+    assert set(answers(result)) == {0, 1, 2, 3}
+    assert len(set(answers(result).values())) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "easgd(interval=2)"])
+def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
+    result = launch(
+        strategy,
+        pl.kill(rank=2).at(step=3),
+        max_restarts=1,
+        arguments={"whose": 2, "until_life": 2},
+    )
+    assert happened(result, "lost") == happened(result, "restarted") == [2]
+    assert happened(result, "joined") == [2]
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
+    found = []
+    how = {"arguments": {"until_life": 2}, "out": tmp_path}
+    fault = pl.kill(rank=1).at(step=3)
+    run = threading.Thread(target=lambda: found.append(launch("gossip", fault, **how)))
+    run.start()
+    answer = {}
+    while "rank" not in answer:  # until it is lost, its place is taken
+        try:
+            answer = ask(tmp_path, {"ask": "join"})
+        except pl.UsageError:
+            assert run.is_alive()  # the run has not begun yet
+    run.join()
+    assert answer == {"rank": 1}
+    assert happened(found[0], "joined") == [1]
+    assert set(answers(found[0])) == {0, 1, 2, 3}
+    assert not (tmp_path / DOOR).exists()
+    with pytest.raises(pl.UsageError, match="must be the folder of a run that goes on"):
+        ask(tmp_path, {"ask": "join"})
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("fault", [pl.kill(rank=1).at(step=3), pl.freeze(rank=1).at(step=3)])
+def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
+    result = launch(strategy, fault, on_loss="continue", limits=pl.Limits(dead_s=0.3))
+    assert result.lost_workers == 1
+    assert set(answers(result)) == {0, 2, 3}
+    assert len(set(answers(result).values())) == 1
+    if strategy == "allreduce":
+        assert set(times_taken(result, 0)) == set(times_taken(result, 1)) == set(range(SAMPLES))
+
+
+def test_the_run_ends_by_name_when_losses_are_to_end_it():
+    with pytest.raises(pl.PeerLost) as caught:
+        how = {"until_lost": True}
+        launch("gossip", pl.kill(rank=1).at(step=3), arguments=how, on_loss="stop")
+    assert caught.value.ranks == (1,)
+
+
+def test_a_run_that_loses_all_its_workers_ends_by_name():
+    faults = [pl.kill(rank=rank).at(step=3) for rank in range(WORKERS)]
+    with pytest.raises(pl.PeerLost):
+        launch("gossip", *faults)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"on_loss": "go on"}, r"on_loss \(go on\) must be one of continue, stop"),
+        ({"strategy": "allreduce", "max_restarts": 1}, r"max_restarts \(1\) must be 0"),
+        ({"max_restarts": -1}, r"max_restarts \(-1\) must be at least 0"),
+        ({"transport": "distributed", "on_loss": "continue"}, "must be shared_memory to go on"),
+        ({"faults": [pl.cut(rank=0)]}, "no links to harm"),
+        ({"faults": [pl.kill(rank=4).at(step=0)]}, r"kill: rank \(4\) must be below 4"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(how, message):
+    with pytest.raises(pl.UsageError, match=message):
+        pl.launch(runs.train, workers=WORKERS, **{"strategy": "gossip", **how})
