@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -258,6 +260,10 @@ def errors_as_exit_codes(output: Output) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         print("; ".join(["paceline: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        if any(thread.name.startswith("rank-") for thread in threading.enumerate()):
+            # A simulated rank still runs, and may write when the interpreter ends, which aborts it.
+            sys.stderr.flush()
+            os._exit(130)
         raise typer.Exit(130) from None
     except PacelineError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
