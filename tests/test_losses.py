@@ -132,6 +132,12 @@ def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
         assert set(times_taken(result, 0)) == set(times_taken(result, 1)) == set(range(SAMPLES))
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_fault_that_lies_behind_the_end_of_the_run_is_not_waited_for(strategy):
+    result = launch(strategy, pl.kill(rank=1).at(seconds=1e6))
+    assert result.lost_workers == 0 and len(answers(result)) == WORKERS
+
+
 def test_the_run_ends_by_name_when_losses_are_to_end_it():
     with pytest.raises(pl.PeerLost) as caught:
         how = {"until_lost": True}

@@ -351,7 +351,7 @@ class Crew:
     def supervise(self) -> None:
         """Listen until every rank has ended; end the others soon after one has failed."""
         failed_s: float | None = None
-        while self._due or any(rank.running for rank in self.ranks):
+        while any(rank.running for rank in self.ranks):
             self._hear_all()
             if self._stop is not None:
                 self._stop.act(self.ranks)

@@ -126,7 +126,7 @@ class Transport(ABC):
 
     def rejoin(self) -> None:
         """Begin another life, after the others have gone on without this rank."""
-        raise NotImplementedError
+        raise UsageError(f"{type(self).__name__} does not take a rank back")
 
     def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
         """What an earlier life of this rank last published, and its version."""
@@ -157,7 +157,7 @@ class Transport(ABC):
 
     def call(self, step: int, stop: bool) -> None:
         """Call all workers to a meeting after their first step from ``step`` on."""
-        raise NotImplementedError
+        raise UsageError(f"{type(self).__name__} has no meetings")
 
     def called(self) -> Call:
         """The last call."""
@@ -165,7 +165,7 @@ class Transport(ABC):
 
     def meet(self, number: int, members: Sequence[int]) -> bool:
         """Wait until all ``members`` have come to a meeting; False when one never will."""
-        raise NotImplementedError
+        raise UsageError(f"{type(self).__name__} has no meetings")
 
     def is_over(self, number: int) -> bool:
         """Whether a meeting was held, or given up."""

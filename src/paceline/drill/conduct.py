@@ -8,7 +8,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,13 @@ from typing import Any
 from paceline.comm.base import Limits
 from paceline.drill.leftovers import Leftovers
 from paceline.drill.look import Look, look_at, worst
-from paceline.drill.saved import end_by_signal, fill_disk, kill_while_saving, spoil
+from paceline.drill.saved import (
+    end_by_signal,
+    fill_disk,
+    kill_while_saving,
+    plain_command,
+    spoil,
+)
 from paceline.drill.scenario import Scenario
 from paceline.drill.task import train
 from paceline.errors import PacelineError, WorkerFailed
@@ -243,11 +248,13 @@ def _exception(finding: Finding, scenario: Scenario, virtual: bool) -> None:
 
 
 def _start(scenario: Scenario, method: str, folder: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "paceline", "run", "--strategy", method, "--model", "mlp"]
-    words += ["--workers", str(scenario.workers), "--epochs", str(scenario.epochs)]
-    words += ["--out", folder, "--json", "--quiet"]
+    words = plain_command(method, Path(folder), scenario.workers, scenario.epochs)
     return subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*words, "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

@@ -34,7 +34,7 @@ def _ranks() -> set[str]:
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\\0", b" ")
+            command = (folder / "cmdline").read_bytes()
             parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
         except OSError:
             continue

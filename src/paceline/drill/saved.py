@@ -41,11 +41,17 @@ class Ended(NamedTuple):
     said: str
 
 
-def command(method: str, folder: Path, workers: int, epochs: int) -> list[str]:
-    """A run with checkpoints, which goes on from those that are there."""
+def plain_command(method: str, folder: Path, workers: int, epochs: int) -> list[str]:
+    """A run as a user types it."""
     words = [sys.executable, "-m", "paceline", "run", "--strategy", method, "--model", "mlp"]
     words += ["--workers", str(workers), "--epochs", str(epochs), "--out", str(folder)]
-    return [*words, "--checkpoint-steps", str(EVERY), "--resume", "--json"]
+    return [*words, "--json"]
+
+
+def command(method: str, folder: Path, workers: int, epochs: int) -> list[str]:
+    """A run with checkpoints, which goes on from those that are there."""
+    words = plain_command(method, folder, workers, epochs)
+    return [*words, "--checkpoint-steps", str(EVERY), "--resume"]
 
 
 def run(words: list[str], failpoint: str | None = None) -> Ended:

@@ -47,9 +47,10 @@ class Replicas(Observer):
             around(worker.strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
 
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
-        shared = self._shared(worker.strategy, x)
+        strategy: Any = worker.strategy
+        shared = self._shared(strategy, x)
         if shared is not None:
-            self._compare(worker.rank, worker.strategy.steps, shared)  # type: ignore[attr-defined]
+            self._compare(worker.rank, strategy.steps, shared)
         inner(x, g)
 
     def _shared(self, strategy: Any, x: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,8 +149,8 @@ class Pushes(Observer):
         )
 
     def _fetch(self, worker: Worker, inner: Any, x: Tensor, comm: Any) -> Any:
-        reply, strategy = inner(x, comm), worker.strategy
-        for shard, version in enumerate(strategy.versions):  # type: ignore[attr-defined]
+        reply, strategy = inner(x, comm), cast(Served, worker.strategy)
+        for shard, version in enumerate(strategy.versions):
             self._saw(self._who(worker.rank), shard, version)
         return reply
 
@@ -164,14 +164,14 @@ class Pushes(Observer):
     def _flush(self, worker: Worker, inner: Any, x: Tensor) -> None:
         """Afterwards, the gradients of this life are all in the model, or lost with a server."""
         inner(x)
-        who, strategy = self._who(worker.rank), worker.strategy
+        who, strategy = self._who(worker.rank), cast(Served, worker.strategy)
         made = self._gradients[who]
         mean = isinstance(strategy, Cyclic) and strategy.scale == "mean"
         total = torch.zeros_like(x)
         for (whose, shard, _), push in self._pushed.items():
             if whose == who and push.request.batches and self._counts(push, worker.size + shard):
                 times = push.request.batches if mean else 1.0
-                total[strategy.parts[shard]] += times * push.vector  # type: ignore[attr-defined]
+                total[strategy.parts[shard]] += times * push.vector
         expected = torch.zeros_like(x) if made is None else made
         self.scene.check(
             close(total, expected),

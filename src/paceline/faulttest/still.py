@@ -65,7 +65,8 @@ class AtRest(Observer):
             )
 
     def _compare_range(self) -> None:
-        began = torch.stack([*self._began.values(), self._common])  # type: ignore[list-item]
+        assert self._common is not None, "the workers have begun"
+        began = torch.stack([*self._began.values(), self._common])
         low, high = began.amin(0) - _SLACK, began.amax(0) + _SLACK
         for rank, x in self.scene.finished.items():
             self.scene.check(

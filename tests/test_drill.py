@@ -1,0 +1,80 @@
+"""The drill: its cases load, find what is right and what is not, and see what a run left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import paceline as pl
+from paceline.drill.conduct import conduct
+from paceline.drill.leftovers import Leftovers
+from paceline.drill.look import Look, look_at, worst
+from paceline.drill.scenario import Expect, find_scenario, load_scenarios
+from paceline.strategies import make_strategy
+
+SHORT = {"epochs": 2, "faults": (pl.kill(rank=1).at(step=20),)}
+
+
+def test_every_case_loads_and_names_methods_that_there_are():
+    scenarios = load_scenarios()
+    assert len(scenarios) >= 17 and {"kill", "freeze", "server", "save"} <= set(scenarios)
+    for scenario in scenarios.values():
+        assert scenario.about and scenario.ids
+        assert all(make_strategy(method) for method in scenario.methods)
+
+
+def test_a_case_that_is_none_is_refused_with_the_next_best():
+    with pytest.raises(pl.UsageError, match='no case "kil"; did you mean "kill"'):
+        find_scenario("kil")
+
+
+@pytest.mark.parametrize("method", ["gossip", "allreduce"])
+def test_a_scenario_runs_in_virtual_time(method):
+    scenario = replace(find_scenario("kill"), **SHORT)
+    finding = conduct("kill", scenario, method, virtual=True)
+    assert finding.passed, finding.failures
+    assert finding.look.gap_s is not None and finding.look.gap_s < 1
+    assert "rank 1 lost" in finding.happened
+    assert json.loads(json.dumps(finding.to_json()))["passed"]
+
+
+def test_what_is_not_as_it_has_to_be_is_told():
+    scenario = replace(find_scenario("kill"), **SHORT, expect=Expect(lost=0, gap_s=1e-9))
+    finding = conduct("kill", scenario, "gossip", virtual=True)
+    assert not finding.passed
+    assert any("1 lost workers, not 0" in failure for failure in finding.failures)
+    assert any("seconds without a step" in failure for failure in finding.failures)
+
+
+def trace(folder, *records):
+    lines = [
+        json.dumps({"t": t, "rank": rank, "event": event, **more}) + "\n"
+        for t, rank, event, more in records
+    ]
+    (folder / "trace.jsonl").write_text("".join(lines))
+
+
+def test_gaps_notice_and_throughput_are_those_of_the_trace(tmp_path):
+    """Two workers of 10 samples a second; one dies at 2 s, the other stands still until 5 s."""
+    both = [(t / 2, rank, "step", {"samples": 5}) for t in range(1, 5) for rank in (0, 1)]
+    noticed = (2.5, 0, "alive", {"missing": [1]})
+    after = [(t / 2, 0, "step", {"samples": 5}) for t in range(10, 21)]
+    trace(tmp_path, *both, noticed, *after)
+    look = look_at(tmp_path, [{"t": 2.0, "event": "lost", "rank": 1}], [1])
+    assert (look.fault_s, look.notice_s, look.gap_s) == (2.0, 0.5, 3.0)
+    assert look.throughput == pytest.approx((55 / 7) / (30 / 1.5))
+
+
+def test_of_several_runs_the_worst_figures_count():
+    looks = [Look(1.0, 0.1, 2.0, 0.9), Look(2.0, None, 3.0, 0.7)]
+    assert worst(looks) == Look(1.0, 0.1, 3.0, 0.7)
+
+
+def test_what_is_left_behind_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("paceline.drill.leftovers.PATIENCE_S", 0.0)
+    before = Leftovers()
+    (tmp_path / "paceline-left").touch()
+    assert f"{tmp_path}/paceline-left" in before.found()
