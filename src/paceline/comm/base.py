@@ -306,6 +306,7 @@ class Comm:
         late = transport.late  # whose loss came before this rank did is not told to it
         self._lives = {rank: transport.life(rank) for rank in self.members} if late else {}
         self._membership = -1
+        self._waiting: dict[int, tuple[int, int, Tensor | None]] = {}
         self._left_out: frozenset[tuple[int, int]] = frozenset()
         self.meetings = 0
         self._others = Others(self.members, transport.rank)
@@ -356,6 +357,9 @@ class Comm:
         """
         if (rank := self._unheard_loss()) is not None:
             return self.members.places[rank], None
+        src, life, x = self._waiting.pop(tag, (-1, 0, None))
+        if x is not None and self.transport.life(src) == life:
+            return self.members.places[src], x
         sources = Others(self.members, self.transport.rank, self._gone)
         if not sources:
             raise PeersGone
@@ -364,6 +368,9 @@ class Comm:
         except PeerLost as lost:
             self._gone.add(lost.rank, self.transport.lost_life(lost.rank))
             return self.members.places[lost.rank], None
+        if (life := self.transport.life(src)) > self._lives.get(src, 1):
+            self._waiting[tag] = src, life, x  # that it was lost meanwhile is to be heard first
+            return self.recv_or_loss(like, tag)
         return self.members.places[src], x
 
     def _unheard_loss(self) -> int | None:
