@@ -52,14 +52,16 @@ def main() -> None:
     outcome = json.loads(text.splitlines()[-1])
     lines = [f"{outcome['passed']} of {len(outcome['findings'])} passed.", ""]
     for case, scenario in load_scenarios().items():
+        rows = [line(finding) for finding in outcome["findings"] if finding["case"] == case]
+        if not rows:
+            continue
         lines += [f"**{case}**: {scenario.about} ({', '.join(scenario.ids)})", ""]
         lines += [
             "| method | what happened | noticed after | longest gap of a survivor |"
             " throughput after / before | accuracy (undisturbed) | outcome |",
             "|---|---|---|---|---|---|---|",
         ]
-        lines += [line(finding) for finding in outcome["findings"] if finding["case"] == case]
-        lines.append("")
+        lines += [*rows, ""]
     put("drill", lines, PAGE)
 
 

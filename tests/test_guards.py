@@ -191,6 +191,7 @@ def test_a_worker_whose_every_gradient_is_bad_is_set_aside_and_the_run_ends(stra
     assert result.steps == WORKERS * STEPS and result.dropped_updates >= STEPS - 4
     assert len([e for e in events(result, "dropped") if e["what"] == "gradient"]) == IN_A_ROW
     assert {e["sender"] for e in events(result, "set_aside")} == {BAD}
+    assert not result.diverged
 
 
 @every
@@ -207,8 +208,8 @@ def test_when_all_gradients_of_all_workers_are_bad_the_model_stays_as_it_is(stra
         worker.finish()
         ends[worker.rank] = flat(net)
 
-    pl.simulate(train, workers=3, strategy=strategy, cluster="mixed-lab")
-    assert len(ends) == 3
+    result = pl.simulate(train, workers=3, strategy=strategy, cluster="mixed-lab")
+    assert len(ends) == 3 and result.diverged
     for end in ends.values():
         assert torch.allclose(end, flat(problem.model()), rtol=1e-6)
 

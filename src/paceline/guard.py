@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -119,6 +119,23 @@ class Guard:
         if self.rank not in self.aside:
             self._note(self.rank, f"judged by rank {judge}", dropped)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {
+            "dropped": dict(self.dropped),
+            "aside": sorted(self.aside),
+            "usual": {what: usual.norms for what, usual in self._usual.items()},
+            "in_a_row": [(*key, count) for key, count in self._in_a_row.items()],
+            "told": sorted(self._told),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` gave."""
+        self.dropped, self.aside = Counter(state["dropped"]), set(state["aside"])
+        self._usual = {what: Usual(norms) for what, norms in state["usual"].items()}
+        self._in_a_row = {(sender, what): count for sender, what, count in state["in_a_row"]}
+        self._told = set(state["told"])
+
     def _note(self, sender: int, what: str, dropped: bool) -> None:
         before = self._in_a_row.pop((sender, what), 0)
         if dropped:
@@ -131,9 +148,14 @@ class Guard:
 class Usual:
     """The norms of the last updates of one kind."""
 
-    def __init__(self) -> None:
-        self._last: deque[float] = deque()
-        self._sorted: list[float] = []
+    def __init__(self, norms: Iterable[float] = ()) -> None:
+        self._last = deque(norms)
+        self._sorted = sorted(self._last)
+
+    @property
+    def norms(self) -> list[float]:
+        """The norms, the oldest first."""
+        return [*self._last]
 
     @property
     def known(self) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
 from paceline.data import Place
@@ -64,11 +65,12 @@ class Keeper:
     Args:
         plan: when they are made.
         tell: hears of each file that this rank has written.
+        disk: what it is written to.
     """
 
-    def __init__(self, plan: Plan, tell: Callable[[Saved], None]) -> None:
+    def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
         self._plan, self._tell = plan, tell
-        self._store = Store(Path(plan.folder))
+        self._store = Store(Path(plan.folder), disk=disk)
         self._answered = 0
         self._made_s = 0.0
         self._state: dict[str, Any] = {}
@@ -117,8 +119,8 @@ class Keeper:
         if self._worker.rank == 0:
             self._call_if_due()
         call, steps, drift = self._transport.called(), self._pace.steps, self._drift
-        if drift is not None and self._was_lost():
-            return  # who has come again counts other steps than the rest
+        if drift is not None and (self._was_lost() or self._is_late_for_some()):
+            return  # who has come later, or again, counts other steps than the rest
         called = call.number > self._answered and (drift is None or steps >= call.step)
         regular = drift is not None and self._is_regular(steps)
         if called:
@@ -133,6 +135,10 @@ class Keeper:
         """Whether a rank is lost, or was and has come again."""
         lives = map(self._transport.life, self._everyone)
         return bool(self._transport.lost()) or any(life > 1 for life in lives)
+
+    def _is_late_for_some(self) -> bool:
+        """Whether there are ranks that come after the beginning."""
+        return len(self._transport.starters()) < len(self._everyone)
 
     def _call_if_due(self) -> None:
         if self._transport.called().number > self._answered or self._was_lost():
@@ -179,6 +185,7 @@ class Keeper:
         state: dict[str, Any] = {
             "strategy": worker.strategy.state_dict(),
             "stale": vars(worker.strategy.stale),
+            "guard": worker.strategy.guard.state(),
             "transport": self._transport.snapshot(shared=worker.rank == 0),
             "generators": read_generators(worker.device),
             "pace": pace.state(),
@@ -202,6 +209,7 @@ class Keeper:
         state = self._state = load_state(Path(self._plan.resume or ""), f"rank{worker.rank}")
         worker.strategy.load_state_dict(state["strategy"])
         worker.strategy.stale = Staleness(**state["stale"])
+        worker.strategy.guard.load_state(state["guard"])
         self._transport.restore(state["transport"])
         self._pace.load_state(state["pace"])
         self._made_s, self._answered = self._transport.now(), state["answered"]

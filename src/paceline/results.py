@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from os import PathLike
 from typing import Any
 
 from paceline.folder import RunFolder, write_result
+from paceline.guard import IN_A_ROW
 from paceline.history import Row, totals_at
 from paceline.pace import Mark
 from paceline.strategies import strategy_name
@@ -44,6 +46,7 @@ class Summary:
     batch_size: int = 0
     epoch_samples: int | None = None
     dropped: int = 0
+    set_aside: bool = False
     stale_ages: list[tuple[int, int]] = field(default_factory=list)
     history: list[Row] = field(default_factory=list)
 
@@ -71,6 +74,7 @@ class Summary:
             history=pace.history.rows if pace else [],
             samples_per_s=_rate_of(worker),
             dropped=_dropped_by(worker),
+            set_aside=worker.set_aside,
             **_staleness_of(worker),
         )
 
@@ -159,6 +163,7 @@ class Result:
             (it was left behind), ``succeeded`` (a server that follows another), ``dropped`` (an
             update that was not finite, or exploded), ``large``, ``set_aside`` (its sender).
         dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
+        diverged: whether every worker that came to the end had been set aside.
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
             was due could not be made. ``resumed_at`` is the step that the run went on from.
     """
@@ -184,6 +189,7 @@ class Result:
     lost_workers: int
     joined_workers: int
     dropped_updates: int = 0
+    diverged: bool = False
     out: str | None
     metrics: list[Metric] = field(repr=False)
     first_step_s: float = field(repr=False)
@@ -214,6 +220,13 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The numbers of ``--json``: all that are not marked as no part of the representation."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+
+
+def say_event(record: Metric) -> None:
+    """Say what people should know of before the run ends."""
+    if record["event"] == "set_aside":
+        why = f"{IN_A_ROW} of its updates in a row were dropped ({record['what']})"
+        print(f"paceline: rank {record['sender']} is set aside: {why}", file=sys.stderr, flush=True)
 
 
 class RunBook:
@@ -249,6 +262,7 @@ class RunBook:
     def event(self, record: Metric) -> None:
         """Take down that a rank was lost, came late, or came again."""
         self.events.append(record)
+        say_event(record)
 
     def close(self, ranks: int = 0) -> None:
         """Close the files; merge the traces of ``ranks`` processes."""
@@ -295,6 +309,7 @@ class RunBook:
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             dropped_updates=round(sum(summary.dropped for summary in summaries)),
+            diverged=bool(mine) and all(summary.set_aside for summary in mine),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
             staleness_mean=sum(s.stale_total for s in mine) / counted if counted else stale,
             staleness_max=max(s.stale_max for s in mine) if counted else stale,

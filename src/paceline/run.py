@@ -38,7 +38,7 @@ from paceline.reference import (
     refer_to,
     unpack_strategy,
 )
-from paceline.results import OnMetric, Result, RunBook, Summary
+from paceline.results import OnMetric, Result, RunBook, Summary, say_event
 from paceline.saving import Saving
 from paceline.seeds import check_seed, seed_user_generators
 from paceline.sim.cluster import Cluster, load_cluster
@@ -426,6 +426,7 @@ def init(
         seed=seed,
         device=device_of(device, int(os.environ.get("LOCAL_RANK", transport.rank))),
         report=report,
+        on_event=say_event,
     )
     try:
         yield worker

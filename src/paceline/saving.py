@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.store import FOLDER, Checkpoint, Saved, Store
 from paceline.errors import UsageError
 from paceline.folder import check_out
@@ -29,6 +30,7 @@ class Saving:
         minutes: make one after so many minutes.
         keep: how many are kept.
         resume: whether to go on from the latest one, where there is one.
+        disk: what they are written to.
 
     Attributes:
         start: the one that the run goes on from.
@@ -44,6 +46,7 @@ class Saving:
         minutes: float | None,
         keep: int,
         resume: bool,
+        disk: Disk = DISK,
     ) -> None:
         if steps is not None:
             at_least("checkpoint_steps", steps, 1)
@@ -55,7 +58,7 @@ class Saving:
             raise UsageError("out (None) must be a folder, for checkpoints to be in it")
         self.folder = Path(out or "") / FOLDER
         self._steps, self._minutes, self._resume = steps, minutes, resume
-        self._store = Store(self.folder, keep)
+        self._store = Store(self.folder, keep, disk)
         self._heard: dict[int, list[tuple[Saved, int]]] = {}
         self._warned = False
         self.start: Checkpoint | None = None

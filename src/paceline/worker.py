@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,6 @@ from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Place, Sharing
 from paceline.errors import CommTimeout, LeftBehind, PeerLost, PeersGone, Served, UsageError
-from paceline.guard import IN_A_ROW
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
@@ -110,7 +108,7 @@ class Worker:
         self._pace.rejoin = lambda: self._join(self.strategy.rejoin, replica.flat.x)
         self._model = model
         self.strategy.bind(self.comm, replica, self.size, self.seed)
-        self.strategy.guard.tell = self._tell_of_guard
+        self.strategy.guard.tell = self.tell
         if not alone:
             self._agree(model, replica)
         if self._keeper is not None:
@@ -268,7 +266,7 @@ class Worker:
         """Hear that the loop's body is through; after a step, a checkpoint may be due."""
         if self._keeper is not None and self._stepped:
             self._stepped = False
-            self._keeper.after_step()
+            self._running().keep_up(self._keeper.after_step)
 
     def used_batches(self) -> None:
         """Say that all batches so far have been made use of: nobody has to take them again."""
@@ -402,13 +400,6 @@ class Worker:
         """Have something that happened to this rank written into the run's record."""
         if self._on_event is not None:
             self._on_event({"t": self._transport.now(), "event": event, "rank": self.rank, **facts})
-
-    def _tell_of_guard(self, event: str, **facts: Any) -> None:
-        if event == "set_aside":
-            why = f"{IN_A_ROW} of its updates in a row were dropped ({facts['what']})"
-            told = f"paceline: rank {facts['sender']} is set aside: {why}"
-            print(told, file=sys.stderr, flush=True)
-        self.tell(event, **facts)
 
     @property
     def set_aside(self) -> bool:

@@ -24,6 +24,7 @@ RESULT_KEYS = [
     "lost_workers",
     "joined_workers",
     "dropped_updates",
+    "diverged",
     "checkpoint",
     "checkpoint_error",
     "resumed_at",

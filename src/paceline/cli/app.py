@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,7 +97,7 @@ def run(
     result = job.run(screen, workers, transport, device, risks.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
-        _fail_if_not_saved(result)
+        _fail_if_spoiled(result)
 
 
 @command(app, epilog=_CLUSTERS)
@@ -128,12 +129,15 @@ def sim(
     policy = {**risks.policy(), **saves.policy()}
     result = job.simulate(screen, workers, place, faults=script, policy=policy)
     show_result(screen, result, job.task.name, place.name)
-    _fail_if_not_saved(result)
+    _fail_if_spoiled(result)
 
 
-def _fail_if_not_saved(result: Result) -> None:
-    """End with 1 when the last checkpoint that was due could not be made."""
-    if result.checkpoint_error is not None:
+def _fail_if_spoiled(result: Result) -> None:
+    """End with 1 when nobody was left to train, or the last checkpoint could not be made."""
+    if result.diverged:
+        told = "the updates of every worker were not finite, or exploded; a smaller learning rate"
+        print(f"paceline: training broke off: {told} may help", file=sys.stderr)
+    if result.diverged or result.checkpoint_error is not None:
         raise typer.Exit(1)
 
 
@@ -215,7 +219,9 @@ def drill(
         list[str] | None,
         Option("--strategy", "-s", help="Methods; may be repeated. [default: those it aims at]"),
     ] = None,
-    full: Annotated[bool, Option("--full", help="With all methods; takes an hour.")] = False,
+    full: Annotated[
+        bool, Option("--full", help="With all methods, and long cases; takes an hour.")
+    ] = False,
     seeds: Annotated[int, Option("--seeds", help="How many runs of each fault.")] = 1,
     simulated: Annotated[
         bool, Option("--sim", help="In virtual time, those cases that can be.")

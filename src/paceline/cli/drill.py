@@ -12,7 +12,9 @@ from paceline.strategies import STRATEGIES, make_strategy
 
 def choose(cases: list[str], methods: list[str], full: bool) -> list[tuple[str, Scenario, str]]:
     """The scenarios and methods to try, in order."""
-    chosen = {name: find_scenario(name) for name in cases} if cases else load_scenarios()
+    chosen = {name: find_scenario(name) for name in cases}
+    if not cases:
+        chosen = {name: case for name, case in load_scenarios().items() if full or not case.long}
     return [
         (name, scenario, method)
         for name, scenario in chosen.items()

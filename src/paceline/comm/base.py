@@ -164,7 +164,7 @@ class Transport(ABC):
         return Call()
 
     def meet(self, number: int, members: Sequence[int]) -> bool:
-        """Wait until all ``members`` have come to a meeting; False when one never will."""
+        """Wait until all ``members`` have come to a meeting; False when a rank is or was lost."""
         raise UsageError(f"{type(self).__name__} has no meetings")
 
     def is_over(self, number: int) -> bool:

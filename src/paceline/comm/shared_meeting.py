@@ -50,21 +50,24 @@ class Meeting:
         self._transport.words.announce(self._start + 3, 1)
 
     def meet(self, number: int, members: Sequence[int], watch: Watch) -> bool:
-        """Wait for all members; False when one of them never comes, to all who wait for it."""
+        """Wait for all members; False, to all who wait, when a rank is or was lost."""
         transport, words = self._transport, self._transport.words
-        lives = {member: transport.life(member) for member in members}
         words.announce(self._place(transport.rank), number)
         if self._is_given_up(number):
             return False
         for member in members:
             while not words.wait(self._place(member), number, TICK_S):
                 transport.check()
-                gone = transport.why_gone(member, lives[member]) is not None
+                gone = any(map(self._was_lost, range(transport.size)))
                 if (gone or self._is_given_up(number)) and words[self._place(member)] < number:
                     words.announce(self._start + 4, number)
                     return False
                 watch.keep_patience([member])
         return words[self._start + 4] < number  # a member may have come, and given it up
+
+    def _was_lost(self, rank: int) -> bool:
+        """Whether a rank is gone, or was and has come again; the others may know it by now."""
+        return self._transport.life(rank) > 1 or self._transport.why_gone(rank) is not None
 
     def is_over(self, number: int) -> bool:
         """Whether the first rank has gone on from a meeting to the next, or it was given up."""

@@ -261,6 +261,7 @@ class World:
         assert fault.factor is not None
         costs, factor = self.costs[rank_of(fault)], fault.factor
         costs.slowdown *= factor
+        self.tell("slowed", rank_of(fault))
         if fault.for_s is not None:
 
             def restore() -> None:
@@ -656,10 +657,8 @@ class SimulatedTransport(Transport):
                 world.end_wait(rank)
             self.wait(op, members, lambda: None, patient=True)
             return True
-        lives = [self.life(member) for member in members]
         while not here.issuperset(members):
-            gone = any(member in world.departed for member in members)
-            gone = gone or lives != [self.life(member) for member in members]
+            gone = world.departed or world.reborn  # which the others may know by now
             if gone or world.retired or world.given_up >= number:
                 world.given_up = max(world.given_up, number)
                 world.look_again()

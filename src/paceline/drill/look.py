@@ -27,6 +27,9 @@ class Steps:
         return sum(samples for t, samples in pairs if from_s < t <= to_s)
 
 
+_HARM = ("stopped", "slowed", "lost")
+
+
 @dataclass(frozen=True)
 class Look:
     """What was seen.
@@ -54,11 +57,16 @@ def worst(looks: Sequence[Look]) -> Look:
     )
 
 
-def look_at(folder: Path, events: Sequence[Mapping[str, Any]], victims: Sequence[int]) -> Look:
+def look_at(
+    folder: Path,
+    events: Sequence[Mapping[str, Any]],
+    victims: Sequence[int],
+    settled_s: float = SETTLED_S,
+) -> Look:
     """Read the trace of a run whose ``events`` tell what happened to the ``victims``."""
     steps: dict[int, Steps] = {}
     noticed: list[float] = []
-    hurt = [e["t"] for e in events if e["event"] in ("stopped", "lost") and e["rank"] in victims]
+    hurt = [e["t"] for e in events if e["event"] in _HARM and e["rank"] in victims]
     fault_s = min(hurt, default=None)
     for record in read(folder / TRACE):
         rank = record["rank"]
@@ -76,7 +84,7 @@ def look_at(folder: Path, events: Sequence[Mapping[str, Any]], victims: Sequence
         fault_s,
         max(0.0, min(later) - fault_s) if later else None,
         max((_longest_gap(own, fault_s) for own in survivors), default=None),
-        _ratio([*steps.values()], fault_s),
+        _ratio([*steps.values()], fault_s, settled_s),
     )
 
 
@@ -93,10 +101,10 @@ def _longest_gap(own: Steps, fault_s: float) -> float:
     return max(gaps, default=0.0)
 
 
-def _ratio(steps: Sequence[Steps], fault_s: float) -> float | None:
+def _ratio(steps: Sequence[Steps], fault_s: float, settled_s: float) -> float | None:
     times = [t for own in steps for t in own.times]
     first, last = min(times, default=0.0), max(times, default=0.0)
-    from_s = fault_s + SETTLED_S
+    from_s = fault_s + settled_s
     if first >= fault_s or from_s >= last:
         return None
     before = sum(own.between(first, fault_s) for own in steps) / (fault_s - first)

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from paceline.checkpoint.disk import FAILPOINT
 from paceline.folder import MODEL
+from paceline.strategies import make_strategy
 
 EVERY = 20
 FAILPOINTS = (
@@ -31,6 +33,8 @@ FAILPOINTS = (
 """A point of each kind; the tests of the disk have all of them."""
 ROOM = "12m"
 """A disk on which two checkpoints of the drill's model have room, and a third has not."""
+KILLS, KILLED_AFTER_S = 20, (0.5, 4.0)
+"""How often a run is killed, and after which time: some before it has begun to train."""
 
 
 class Ended(NamedTuple):
@@ -76,9 +80,60 @@ def kill_while_saving(method: str, workers: int, epochs: int) -> tuple[str, list
         ended = run(command(method, folder, workers, epochs))
         if ended.code != 0 or ended.result.get("resumed_at") is None:
             failures.append(f"the last run ended with {ended.code}: {ended.said[-200:]}")
-        elif (folder / MODEL).read_bytes() != (calm / MODEL).read_bytes():
+        elif _differ(folder, calm):
             failures.append("it ended with other parameters than an undisturbed run")
     return f"killed at {len(FAILPOINTS)} points, resumed each time, the same bits", failures
+
+
+def kill_all(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
+    """Kill all processes of a run at random moments, and resume it each time."""
+    failures: list[str] = []
+    random, kills, rounds = Random(method), 0, 0
+    with TemporaryDirectory(prefix="paceline-drill-") as name:
+        calm = Path(name, "calm")
+        undisturbed = run(command(method, calm, workers, epochs)).result.get("accuracy")
+        while kills < KILLS and not failures:
+            rounds += 1
+            folder, step = Path(name, f"killed-{rounds}"), 0
+            words = command(method, folder, workers, epochs)
+            while kills < KILLS and _is_killed(words, random.uniform(*KILLED_AFTER_S)):
+                kills += 1
+                before, step = step, _latest_step(folder)
+                if step < before:
+                    failures.append(f"kill {kills}: the checkpoint of step {before} is gone")
+            ended = run(words)
+            accuracy = ended.result.get("accuracy")
+            if ended.code != 0 or (ended.result.get("resumed_at") or 0) < step:
+                failures.append(f"after kill {kills} it ended with {ended.code}: {ended.said}")
+            elif make_strategy(method).synchronous and _differ(folder, calm):
+                failures.append("it ended with other parameters than an undisturbed run")
+    bits = ", the same bits" if make_strategy(method).synchronous else ""
+    told = f"accuracy {accuracy} ({undisturbed}){bits}"
+    return f"killed {kills} times and resumed; {told}", failures
+
+
+def _is_killed(words: list[str], after_s: float) -> bool:
+    """Kill a run, and all that it has started, after some time; False when it has ended before."""
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        process.wait(after_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+    return False
+
+
+def _latest_step(folder: Path) -> int:
+    if not (folder / "checkpoints" / "latest").exists():
+        return 0
+    return int(_latest(folder).name[5:])
+
+
+def _differ(folder: Path, other: Path) -> bool:
+    return (folder / MODEL).read_bytes() != (other / MODEL).read_bytes()
 
 
 def spoil(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
@@ -122,11 +177,11 @@ def fill_disk(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
     return f"training went on; {ended.result.get('checkpoint_error')}, exit code 1", failures
 
 
-def end_by_signal(method: str, workers: int) -> tuple[str, list[str]]:
+def end_by_signal(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
     """SIGTERM: a last checkpoint, the exit code of the signal, and the run can go on."""
     with TemporaryDirectory(prefix="paceline-drill-") as name:
         folder = Path(name, "run")
-        words = command(method, folder, workers, 10**4)
+        words = command(method, folder, workers, epochs)
         process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -134,9 +189,12 @@ def end_by_signal(method: str, workers: int) -> tuple[str, list[str]]:
             os.sched_yield()
         process.send_signal(signal.SIGTERM)
         said = process.communicate()[1]
-        code, latest = process.returncode, _latest(folder).name
-    failures = [] if code == 143 else [f"exit code {code}, not 143: {said[-200:]}"]
-    return f"exit code {code} after a checkpoint, {latest}", failures
+        code, latest = process.returncode, _latest_step(folder)
+        failures = [] if code == 143 else [f"exit code {code}, not 143: {said[-200:]}"]
+        again = run(words)
+        if again.code != 0 or again.result.get("resumed_at") != latest:
+            failures.append(f"resumed, it ended with {again.code}: {again.said[-200:]}")
+    return f"exit code {code} after a checkpoint of step {latest}, from which it went on", failures
 
 
 def _latest(folder: Path) -> Path:

@@ -30,6 +30,8 @@ from typing import Literal
 from paceline.errors import unknown
 from paceline.options import build
 from paceline.sim.faults import Fault
+from paceline.strategies.base import Strategy
+from paceline.strategies.cyclic import Cyclic
 
 Kind = Literal[
     "faults",
@@ -38,6 +40,7 @@ Kind = Literal[
     "launcher",
     "two_runs",
     "kill_while_saving",
+    "kill_all",
     "spoil",
     "fill_disk",
     "end_by_signal",
@@ -55,6 +58,7 @@ class Expect:
         notice_s: within which time the others have noticed.
         gap_s: for how long no survivor is without a step.
         lockstep_gap_s: the same for synchronous methods.
+        token_gap_s: the same for ``cyclic``, whose token may be with the rank that is stopped.
         dropped: how many updates are dropped, at least.
         throughput: samples/s of the run after the fault, at least, over those before.
         exit_code: of the run.
@@ -66,9 +70,17 @@ class Expect:
     notice_s: float | None = None
     gap_s: float | None = None
     lockstep_gap_s: float | None = None
+    token_gap_s: float | None = None
     dropped: int = 0
     throughput: float | None = None
     exit_code: int = 0
+
+    def longest_gap_s(self, method: Strategy) -> float | None:
+        """For how long no survivor of a run with this method is without a step."""
+        other_s = self.token_gap_s if isinstance(method, Cyclic) else None
+        if method.synchronous:
+            other_s = self.lockstep_gap_s
+        return self.gap_s if other_s is None else other_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +93,7 @@ class Scenario:
         kind: how it is made to happen.
         methods: the methods that it is tried with, unless all are asked for.
         only: whether it makes sense for these methods alone.
+        long: whether it takes so long that it is left out, unless it is named or all are asked for.
         workers: how many.
         epochs: of the built-in task.
         dead_s: after which time a stopped rank is lost.
@@ -96,6 +109,7 @@ class Scenario:
     kind: Kind = "faults"
     methods: tuple[str, ...] = ("allreduce", "gossip", "cyclic")
     only: bool = False
+    long: bool = False
     workers: int = 4
     epochs: int = 12
     dead_s: float = 5.0

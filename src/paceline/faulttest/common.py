@@ -10,6 +10,8 @@ from torch import Tensor
 from paceline.comm.simulated import Collective
 from paceline.faulttest.training import EPOCHS
 from paceline.faulttest.watched import Observer, WatchedInbox, around
+from paceline.guard import is_sound
+from paceline.strategies.served import Served
 from paceline.worker import Worker
 
 Batch = tuple[int, int, int]
@@ -178,6 +180,34 @@ class Sums(Observer):
                 )
 
 
+class Sound(Observer):
+    """What is not finite, or explodes, never comes into what ranks share; and it is counted."""
+
+    def published(self, rank: int, version: int, x: Tensor) -> None:
+        strategy: Any = self.scene.workers[rank].strategy
+        is_server = rank >= self.schedule.workers and isinstance(strategy, Served)
+        self._look(strategy.shelf.vector if is_server else x, f"rank {rank} publishes")
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        self._look(x, f"rank {src} sends rank {dst}")
+
+    def _look(self, x: Tensor, where: str) -> None:
+        if x.dtype.is_floating_point:
+            self.scene.check(is_sound(x), "finite", lambda: f"{where} {x.tolist()}")
+
+    def ended(self) -> None:
+        schedule = self.schedule
+        if schedule.bad_rank is None or schedule.faults or schedule.workers == 1:
+            return
+        worker = self.scene.workers[schedule.bad_rank]
+        assert worker.pace is not None
+        bad = [step for step in schedule.bad_steps if step < worker.pace.steps]
+        dropped = worker.strategy.guard.dropped[worker.rank]
+        self.scene.check(
+            dropped >= len(bad), "bad gradients are counted", f"{dropped} of {len(bad)} are"
+        )
+
+
 class Ends(Observer):
     """Every worker that lives comes to its end, with finite numbers, and leaves nothing behind."""
 
@@ -226,7 +256,9 @@ class Traffic(Observer):
 
     def watches(self) -> bool:
         schedule = self.schedule
-        equal = schedule.data == "steps" and not schedule.uneven and not schedule.faults
+        calm = not schedule.faults and schedule.bad_rank is None
+        calm = calm and schedule.checkpoint_steps is None  # to which servers are called
+        equal = schedule.data == "steps" and not schedule.uneven and calm
         steady = (
             schedule.name != "sasgd" or not schedule.falling
         )  # it changes its form with the rate

@@ -1,4 +1,4 @@
-"""Laws that take a second run: of the same, of it at half the speed, of one worker alone."""
+"""Laws that take a second run: of the same, half as fast, of one worker alone, or resumed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from paceline.faulttest.schedule import Schedule
 from paceline.faulttest.training import learn, model_of, optimizer_of, own_batches
-from paceline.faulttest.trial import Outcome, run
+from paceline.faulttest.trial import Outcome, run, run_on
 from paceline.faulttest.watched import Violation
 from paceline.sim.faults import Fault, say_fault
 
 _TURNS = 8
-"""Of so many seeds one is run again, one at half the speed, one alone."""
+"""Of so many seeds one is run again, one at half the speed, one alone, one resumed."""
 
 
 def examine(schedule: Schedule) -> Outcome:
@@ -36,6 +36,8 @@ def _compare(schedule: Schedule, outcome: Outcome) -> None:
         _run_slowly(schedule, outcome)
     elif turn == 2:
         _run_alone(schedule)
+    elif turn == 3:
+        _run_on(schedule, outcome)
     elif schedule.name == "layered" and not schedule.faults:
         _run_in_lockstep(schedule, outcome)
 
@@ -80,7 +82,7 @@ def _later(fault: Fault) -> Fault:
 
 def _run_alone(schedule: Schedule) -> None:
     """A single worker is the plain optimizer, bit for bit."""
-    alone = schedule.but(workers=1, faults=(), data="steps")
+    alone = schedule.but(workers=1, faults=(), data="steps", bad_rank=None, bad_steps=())
     outcome = run(alone)
     if outcome.violation is not None:
         raise outcome.violation
@@ -89,6 +91,23 @@ def _run_alone(schedule: Schedule) -> None:
     x = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     if not torch.equal(x, outcome.ends[0]):
         raise Violation("one worker is the plain optimizer", f"{outcome.ends[0]}, not {x}")
+
+
+def _run_on(schedule: Schedule, outcome: Outcome) -> None:
+    """A run that loses its power, and is resumed, is the one that was not disturbed."""
+    saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2, faults=())
+    whole = outcome if saved == schedule else run(saved)
+    if whole.violation is not None:
+        raise whole.violation
+    rest = run_on(saved, whole.images[0])
+    outcome.sites.update({"resumed": 1} if rest.sites["resumed"] else {})
+    if rest.violation is not None:
+        raise rest.violation
+    if rest.seconds != whole.seconds or not _equal(rest.ends, whole.ends):
+        raise Violation(
+            "resumed is undisturbed",
+            f"{rest.ends} after {rest.seconds} s, and not {whole.ends} after {whole.seconds} s",
+        )
 
 
 def _run_in_lockstep(schedule: Schedule, outcome: Outcome) -> None:

@@ -117,15 +117,17 @@ class Means(Observer):
         replica, number = worker.pace.replica, worker.pace.steps
         decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
         after = x - replica.lrs()[0] * (g + decay * x)
-        self._parts[number][worker.rank] = Part(x.clone(), after, replica.share)
+        weight = 0.0 if replica.overflow else replica.share
+        self._parts[number][worker.rank] = Part(x.clone(), after, weight)
         if number:
             self._after[number - 1][worker.rank] = x.clone()
         inner(x, g)
 
     def _meet(self, worker: Worker, inner: Any, x: Tensor, weight: int) -> int:
         number = self._meetings.get(worker.rank, 0)
+        counts = 0 if worker.rank in worker.strategy.guard.aside else weight
         self._meetings[worker.rank] = number + 1
-        self._parts[number][worker.rank] = Part(x.clone(), x.clone(), weight)
+        self._parts[number][worker.rank] = Part(x.clone(), x.clone(), counts)
         total: int = inner(x, weight)
         if total and not getattr(worker.strategy, "_behind", False):
             self._after[number][worker.rank] = x.clone()
@@ -149,7 +151,10 @@ def _means(parts: dict[int, Part], after: dict[int, Tensor]) -> Iterator[Tensor]
     doubtful = [rank for rank in parts if rank not in after]
     for count in range(len(doubtful) + 1):
         for left_out in combinations(doubtful, count):
-            given = [(p.given, p.weight) for r, p in parts.items() if r not in left_out]
+            here = [part for rank, part in parts.items() if rank not in left_out]
+            given = [(part.given, part.weight) for part in here if part.weight]
             total = sum(weight for _, weight in given)
             if total:
                 yield sum((weight * x for x, weight in given), start=0 * given[0][0]) / total
+            elif here:  # of whom nobody has anything to give
+                yield here[0].x

@@ -26,6 +26,8 @@ Random = np.random.Generator
 OBJECTIVES = ("quadratic", "network", "still")
 OPTIMIZERS = ("sgd", "momentum", "decay", "adam")
 DATA = ("steps", "auto", "static")
+BAD = {"nan": math.nan, "inf": -math.inf, "huge": 1e30}
+"""What bad gradients are full of."""
 _LATENCIES_S = (0.0, 1e-4, 3e-3, 0.05)
 _BYTES_PER_S = (math.inf, 1e6, 1e4, 3e3)
 
@@ -51,6 +53,9 @@ class Schedule:
         on_loss: what comes of a lost rank; when not given, as the method has it.
         max_restarts: of lost workers.
         dead_s: how long a rank is stopped until it is lost.
+        checkpoint_steps: after so many steps a checkpoint is made.
+        bad_rank: a worker some of whose gradients are bad; ``bad_steps`` says which, and
+            ``bad_kind`` how.
         faults: what goes wrong, as sentences.
     """
 
@@ -75,18 +80,25 @@ class Schedule:
     on_loss: Literal["continue", "stop"] | None = None
     max_restarts: int = 0
     dead_s: float = 0.5
+    checkpoint_steps: int | None = None
+    bad_rank: int | None = None
+    bad_steps: tuple[int, ...] = ()
+    bad_kind: Literal["nan", "inf", "huge"] = "nan"
     faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("objective", self.objective, OBJECTIVES)
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("data", self.data, DATA)
+        one_of("bad_kind", self.bad_kind, tuple(BAD))
         for name in ("workers", "steps"):
             at_least(name, getattr(self, name), 1)
         for name in ("uneven", "seed", "max_restarts"):
             at_least(name, getattr(self, name), 0)
         for name in ("lr", "step_s", "dead_s"):
             above(name, getattr(self, name), 0)
+        if self.checkpoint_steps is not None:
+            at_least("checkpoint_steps", self.checkpoint_steps, 1)
 
     # What it says --------------------------------------------------------------------------------
 
@@ -212,7 +224,10 @@ def draw(method: str, seed: int) -> Schedule:
         ranks_per_node=int(random.choice([1, 1, 2, 0])),
         dead_s=float(random.choice([0.3, 0.8])),
     )
-    return _with_faults(schedule, random)
+    schedule = _with_faults(schedule, random)
+    if random.random() < 0.3:
+        schedule = schedule.but(checkpoint_steps=int(random.integers(1, 5)))
+    return _with_bad_gradients(schedule, random) if random.random() < 0.2 else schedule
 
 
 def _with_faults(schedule: Schedule, random: Random) -> Schedule:
@@ -227,6 +242,16 @@ def _with_faults(schedule: Schedule, random: Random) -> Schedule:
     for _ in range(int(random.choice([1, 1, 2, 2, 3, 4]))):
         faults.add()
     return schedule.but(faults=tuple(faults.sentences))
+
+
+def _with_bad_gradients(schedule: Schedule, random: Random) -> Schedule:
+    """The same, with a few bad gradients of one worker, one after the other."""
+    first, count = int(random.integers(schedule.steps)), int(random.integers(1, 5))
+    return schedule.but(
+        bad_rank=int(random.integers(schedule.workers)),
+        bad_steps=tuple(range(first, first + count)),
+        bad_kind=cast(Any, str(random.choice(list(BAD)))),
+    )
 
 
 class _Faults:

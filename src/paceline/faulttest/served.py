@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.faulttest.watched import Observer, around, close
+from paceline.guard import is_sound
 from paceline.strategies.cyclic import TOKEN, Cyclic
 from paceline.strategies.easgd import EASGD
 from paceline.strategies.served import GradientServed, Request, Served
@@ -89,7 +90,9 @@ class Pushes(Observer):
     # Workers -------------------------------------------------------------------------------------
 
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor) -> None:
-        who, sum_ = self._who(worker.rank), g.clone()
+        assert worker.pace is not None
+        bad = worker.pace.replica.overflow  # and counts as none
+        who, sum_ = self._who(worker.rank), torch.zeros_like(g) if bad else g.clone()
         before = self._gradients[who]
         self._gradients[who] = sum_ if before is None else before + sum_
         inner(x, g)
@@ -105,6 +108,9 @@ class Pushes(Observer):
             strategy.replica.lrs()[0],
             self._read.get((who, shard), 0),
             self.scene.life(server),
+        )
+        self.scene.check(
+            is_sound(push.vector), "finite", lambda: f"rank {who[0]} sends {push.vector.tolist()}"
         )
         self._pushed[who, shard, strategy.asked[shard] + 1] = push
         left: bool = inner(shard, vector, request, **how)
@@ -320,6 +326,7 @@ class Elastic(Observer):
         super().__init__(*args)
         self._moves: dict[Who, Tensor] = {}
         self._heard: dict[Who, Tensor] = {}
+        self._begun: dict[Who, Tensor] = {}
 
     def watches(self) -> bool:
         method = self.schedule.method
@@ -345,13 +352,15 @@ class Elastic(Observer):
 
     def _exchange(self, worker: Worker, inner: Any, v: Tensor, x: Tensor, numbers: Any) -> None:
         inner(v, x, **numbers)
-        if not numbers.get("join"):
-            self._heard[worker.rank, self.scene.life(worker.rank)] = x.clone()
+        heard = self._begun if numbers.get("join") else self._heard
+        heard[worker.rank, self.scene.life(worker.rank)] = x.clone()
 
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
         who, before = (worker.rank, self.scene.life(worker.rank)), x.clone()
         self._heard.pop(who, None)
+        self._begun.pop(who, None)
         inner(x, g)
+        before = self._begun.get(who, before)  # whose pulls count for nothing begins anew
         expected = before + self._moves[who] - self._heard.get(who, torch.zeros_like(x))
         self.scene.check(
             close(x, expected),

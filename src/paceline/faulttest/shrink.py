@@ -64,10 +64,14 @@ def _fewer_workers(schedule: Schedule) -> Iterator[Schedule]:
     """Without one of the workers; ranks after it move up."""
     for gone in reversed(range(schedule.workers)):
         named = {fault.rank for fault in schedule.script} | {f.peer for f in schedule.script}
+        named.add(schedule.bad_rank)
         if schedule.workers > 2 and gone not in named:
             faults = tuple(_moved_up(sentence, gone) for sentence in schedule.faults)
             factors = schedule.factors[:gone] + schedule.factors[gone + 1 :] or (1.0,)
-            yield schedule.but(workers=schedule.workers - 1, faults=faults, factors=factors)
+            bad = schedule.bad_rank
+            moved = bad - 1 if bad is not None and bad > gone else bad
+            fewer = {"workers": schedule.workers - 1, "bad_rank": moved}
+            yield schedule.but(**fewer, faults=faults, factors=factors)
 
 
 def _moved_up(sentence: str, gone: int) -> str:

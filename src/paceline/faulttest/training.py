@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.faulttest.schedule import Schedule
+from paceline.faulttest.schedule import BAD, Schedule
 from paceline.worker import Worker
 
 NUMEL = 6
@@ -88,28 +88,38 @@ def train(worker: Worker, schedule: Schedule) -> None:
     if schedule.objective == "still" and worker.comm.life(worker.rank) == 1:
         for parameter in model.parameters():
             parameter.detach().add_(worker.rank)
-    learn(schedule, model, optimizer, batches(worker, schedule))
+    bad = schedule.bad_steps if worker.rank == schedule.bad_rank else ()
+    learn(schedule, model, optimizer, batches(worker, schedule), bad)
     worker.finish()
 
 
-def learn(schedule: Schedule, model: nn.Module, optimizer: Any, data: Iterable[Tensor]) -> None:
-    """The plain loop."""
-    for step, target in enumerate(data):
+def learn(
+    schedule: Schedule,
+    model: nn.Module,
+    optimizer: Any,
+    data: Iterable[tuple[int, Tensor]],
+    bad: Container[int] = (),
+) -> None:
+    """The plain loop, with gradients that are bad at some steps."""
+    for step, target in data:
         if schedule.falling:
             optimizer.param_groups[0]["lr"] = schedule.lr / (1 + step / schedule.steps)
         optimizer.zero_grad()
         model(target)
+        if step in bad:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, BAD[schedule.bad_kind])
         optimizer.step()
 
 
-def own_batches(schedule: Schedule, rank: int) -> Iterator[Tensor]:
-    """The batches of a worker that has its own."""
+def own_batches(schedule: Schedule, rank: int) -> Iterator[tuple[int, Tensor]]:
+    """The batches of a worker that has its own, each with its number."""
     for step in range(schedule.steps_of(rank)):
-        yield _TARGETS[(31 * rank + step) % len(_TARGETS)]
+        yield step, _TARGETS[(31 * rank + step) % len(_TARGETS)]
 
 
-def batches(worker: Worker, schedule: Schedule) -> Iterator[Tensor]:
-    """What this worker learns from, one batch after the other."""
+def batches(worker: Worker, schedule: Schedule) -> Iterator[tuple[int, Tensor]]:
+    """What this worker learns from, one batch after the other, each with its number."""
     if schedule.data == "steps":
         yield from own_batches(schedule, worker.rank)
         return
@@ -119,4 +129,4 @@ def batches(worker: Worker, schedule: Schedule) -> Iterator[Tensor]:
     shared = worker.setup_dataloaders(loader, data=schedule.data)
     for _ in range(EPOCHS):
         for (batch,) in shared:
-            yield batch.mean(0)
+            yield worker.steps, batch.mean(0)

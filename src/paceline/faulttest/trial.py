@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from paceline.faulttest.common import (
     Ends,
     Members,
     Messages,
+    Sound,
     Steps,
     Sums,
     Traffic,
@@ -24,6 +26,7 @@ from paceline.faulttest.common import (
 )
 from paceline.faulttest.decentralised import Averages
 from paceline.faulttest.lockstep import Means, Replicas
+from paceline.faulttest.power import Image, Shelf
 from paceline.faulttest.schedule import Schedule
 from paceline.faulttest.served import Bound, Elastic, Pushes, Tokens
 from paceline.faulttest.still import AtRest
@@ -48,6 +51,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
     Windows,
     Batches,
     Sums,
+    Sound,
     Ends,
     Steps,
     Traffic,
@@ -74,6 +78,7 @@ class Outcome:
         ends: the model of each worker that came to its end.
         sites: what happened in it, and how often.
         bytes_sent: by all ranks.
+        images: what its disk would hold after a loss of power, at some moments.
     """
 
     violation: Violation | None = None
@@ -83,10 +88,33 @@ class Outcome:
     ends: dict[int, Tensor] = field(default_factory=dict)
     sites: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
+    images: list[Image] = field(default_factory=list)
 
 
 def run(schedule: Schedule) -> Outcome:
     """Make the run, and look whether all laws hold in it."""
+    if schedule.checkpoint_steps is None:
+        return _run(schedule, None, OBSERVERS)
+    with Shelf(schedule) as shelf:
+        outcome = _run(schedule, shelf, OBSERVERS)
+        if outcome.violation is None:
+            try:
+                outcome.sites["checkpoint looked at"] += shelf.check()
+            except Violation as violation:
+                outcome.violation = violation
+        outcome.images = [image for image, _ in shelf.after_loss_of_power()]
+    return outcome
+
+
+def run_on(schedule: Schedule, image: Image) -> Outcome:
+    """Make the rest of a run, from the checkpoint that is there."""
+    with Shelf(schedule, image) as shelf:
+        outcome = _run(schedule, shelf, (Ends,))
+        outcome.sites["resumed"] += shelf.saving.start is not None
+    return outcome
+
+
+def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Observer]]) -> Outcome:
     method = schedule.method
     world = World(
         schedule.cluster,
@@ -96,14 +124,15 @@ def run(schedule: Schedule) -> Outcome:
         faults=schedule.script,
         homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
         losses=schedule.losses,
+        start_s=0.0 if shelf is None else shelf.saving.start_s,
     )
     scene = Scene(schedule, world)
     world.inboxes = [WatchedInbox(scene, rank) for rank in range(schedule.size)]
-    scene.observers = [one for one in (cls(scene) for cls in OBSERVERS) if one.watches()]
+    scene.observers = [one for one in (cls(scene) for cls in observers) if one.watches()]
     world.on_reduced = scene.reduced
     around(world, "inject", lambda inner, fault: _inject(scene, inner, fault))
     trace, threads = Trace(clock=lambda: world.calendar.now_s), threading.active_count()
-    violation = _run(schedule, scene, trace)
+    violation = _train(schedule, scene, trace, shelf)
     _note_outages(scene)
     if violation is None:
         violation = _end(scene, threads)
@@ -118,7 +147,7 @@ def run(schedule: Schedule) -> Outcome:
     )
 
 
-def _run(schedule: Schedule, scene: Scene, trace: Trace) -> Violation | None:
+def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) -> Violation | None:
     world, elastic = scene.world, schedule.losses.goes_on
 
     def body(transport: SimulatedTransport) -> None:
@@ -131,6 +160,7 @@ def _run(schedule: Schedule, scene: Scene, trace: Trace) -> Violation | None:
             costs=world.costs[transport.rank],
             on_event=lambda record: scene.sites.update([record["event"]]),
             elastic=elastic,
+            keeper=None if shelf is None else shelf.keeper(),
         )
         scene.transports.append(metered)
         scene.workers[worker.rank] = worker
@@ -166,11 +196,14 @@ def _ended_early(error: Exception) -> Violation:
 
 
 def _end(scene: Scene, threads: int) -> Violation | None:
-    """The laws of a whole run; one that had to stop is not whole."""
+    """The laws of a whole run; one that had to stop, or in which nobody could go on, is not."""
     try:
         left = threading.active_count() - threads
         scene.check(left == 0, "left behind", f"{left} threads")
-        for observer in scene.observers if not scene.sites["stopped"] else ():
+        if scene.finished and all(scene.workers[rank].set_aside for rank in scene.finished):
+            scene.sites["diverged"] += 1
+        whole = not scene.sites["stopped"] and not scene.sites["diverged"]
+        for observer in scene.observers if whole else ():
             observer.ended()
     except Violation as violation:
         return violation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -86,7 +87,7 @@ class ADPSGD(Decentralised):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("interval", self.interval, 1)
-        self.open: list[int] = []
+        self.open: dict[int, int] = {}
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         self._attend(x)
@@ -105,8 +106,7 @@ class ADPSGD(Decentralised):
     def _count_open(self, workers: Comm) -> int:
         if workers.size == 1:  # nobody waits with it until its offers are answered
             return 0
-        alive = self.comm.alive()
-        self.open = [peer for peer in self.open if peer in alive]
+        self._forget_lost(self.comm.alive())
         waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
         return workers.all_reduce(waited_for, len(self.open))
 
@@ -116,7 +116,7 @@ class ADPSGD(Decentralised):
             note, move = self.unwrap(message, x)
             if self.guard.admits(norm(move), peer, "move"):
                 x.add_(move)
-            self.open = [other for other in self.open if other != peer]
+            self.open.pop(peer, None)
             self.stale.note(self.steps - round(note.steps))
         for peer, message in self.comm.poll(self.like(x), OFFER):
             note, theirs = self.unwrap(message, x)
@@ -129,9 +129,18 @@ class ADPSGD(Decentralised):
     def _offer(self, x: Tensor) -> None:
         """Offer this model to a peer, unless another has still to answer."""
         rank, live = self.comm.rank, self.live_workers()
-        self.open = [peer for peer in self.open if peer in live]
+        self._forget_lost(live)
         if self.open:
             return
         peer = draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
-        if peer is not None and self.comm.post(self.wrap(x), peer, OFFER):
-            self.open.append(peer)
+        if peer is None:
+            return
+        life = self.comm.life(peer)
+        if self.comm.post(self.wrap(x), peer, OFFER):
+            self.open[peer] = life
+
+    def _forget_lost(self, live: Collection[int]) -> None:
+        """An offer is open while the peer lives that it was made to; its next life has none."""
+        for peer, life in [*self.open.items()]:
+            if peer not in live or self.comm.life(peer) != life:
+                del self.open[peer]

@@ -87,7 +87,8 @@ class SSP(GradientServed):
         assert g is not None
         self.steps += 1
         self.replica.clip()
-        self.exchange(g, x, batches=not self.replica.overflow)
+        bad = self.replica.overflow  # and is not sent
+        self.exchange(x if bad else g, x, batches=not bad)
 
     def flush(self, x: Tensor) -> None:
         self.exchange(x, x, batches=0, last=1)

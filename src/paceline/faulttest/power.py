@@ -1,0 +1,158 @@
+"""Checkpoints on a disk that may lose its power at any moment, and what is there afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+from paceline.checkpoint.disk import Disk
+from paceline.checkpoint.states import load_state
+from paceline.checkpoint.store import Checkpoint, Store
+from paceline.errors import UsageError
+from paceline.faulttest.schedule import Schedule
+from paceline.faulttest.watched import Violation
+from paceline.keeper import Keeper
+from paceline.results import RunBook
+from paceline.saving import Saving
+from paceline.seeds import stream
+
+Image = Mapping[str, bytes]
+MOMENTS = 3
+"""At so many moments of a run its disk is looked at as if the power had failed there."""
+
+
+class FragileDisk(Disk):
+    """Remembers what would be there after a loss of power, at each moment.
+
+    What was not flushed is half there, if it has its name; and names that were not flushed are
+    there or not.
+
+    Args:
+        root: the folder that it is.
+
+    Attributes:
+        images: what would be there, at each moment; files by their names.
+        on_image: called with each moment.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.images: list[Image] = []
+        self.on_image: Callable[[], None] = lambda: None
+        self._nodes: dict[Path, list[bytes]] = {}
+        self._names: dict[Path, list[bytes]] = {}
+        for path in root.rglob("*"):
+            if path.is_file():
+                self._nodes[path] = self._names[path] = [path.read_bytes()] * 2
+        self._note()
+
+    def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
+        super().write(path, content, on_half)
+        self._nodes[path] = [content, content[: len(content) // 2]]
+        self._note()
+
+    def flush(self, path: Path) -> None:
+        if path in self._nodes:
+            self._nodes[path][1] = self._nodes[path][0]
+        else:
+            gone = [p for p in self._names if p.parent == path and p not in self._nodes]
+            for name in gone:
+                del self._names[name]
+            self._names |= {p: node for p, node in self._nodes.items() if p.parent == path}
+        self._note()
+
+    def rename(self, path: Path, target: Path) -> None:
+        super().rename(path, target)
+        self._nodes[target] = self._nodes.pop(path)
+        self._note()
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        for name in [p for p in self._nodes if p == path or path in p.parents]:
+            del self._nodes[name]
+        self._note()
+
+    def _note(self) -> None:
+        for names in (self._names, self._nodes):
+            self.images.append({str(p.relative_to(self.root)): n[1] for p, n in names.items()})
+            self.on_image()
+
+
+class Shelf:
+    """Where a run of the fault tests has its checkpoints.
+
+    Args:
+        schedule: the run.
+        image: what is there already; the run goes on from it.
+    """
+
+    def __init__(self, schedule: Schedule, image: Image | None = None) -> None:
+        self._schedule = schedule
+        self._folder = TemporaryDirectory(prefix="paceline-faulttest-")
+        root = Path(self._folder.name)
+        lay_out(image or {}, root)
+        self.disk = FragileDisk(root)
+        steps = schedule.checkpoint_steps
+        self.saving = Saving(root, steps=steps, minutes=None, keep=1, resume=True, disk=self.disk)
+        self.saving.prepare({"schedule": str(schedule)}, schedule.size)
+        self.saving.follow(RunBook(None, None))
+        self.made: list[int | None] = [None] * len(self.disk.images)
+        self.disk.on_image = lambda: self.made.append(self.saving.last)
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._folder.cleanup()
+
+    def keeper(self) -> Keeper:
+        """What one rank makes its part of them with."""
+        assert self.saving.plan is not None
+        return Keeper(self.saving.plan, self.saving.hear, self.disk)
+
+    def after_loss_of_power(self) -> list[tuple[Image, int | None]]:
+        """What is there after a loss of power, at some moments, and what had been made by then."""
+        random = stream(self._schedule.seed, "power")
+        moments = random.integers(len(self.disk.images), size=MOMENTS)
+        return [(self.disk.images[moment], self.made[moment]) for moment in moments]
+
+    def check(self) -> int:
+        """Whether a loss of power would have spoiled a checkpoint; how many were looked at."""
+        found = [look_at(image, made) for image, made in self.after_loss_of_power()]
+        return sum(one is not None for one in found)
+
+
+def lay_out(image: Image, root: Path) -> None:
+    """Make the files of an image."""
+    for name, content in image.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+def look_at(image: Image, made: int | None) -> Checkpoint | None:
+    """The checkpoint that is there: whole, and no older than the one that had been ``made``."""
+    with TemporaryDirectory(prefix="paceline-faulttest-") as folder:
+        lay_out(image, Path(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            try:
+                found = Store(Path(folder) / "checkpoints").newest()
+                for rank in range(found.manifest["ranks"] if found else 0):
+                    assert found is not None
+                    load_state(found.path, f"rank{rank}")
+            except (UserWarning, UsageError) as error:
+                raise Violation("a loss of power spoils nothing", str(error)) from None
+    if made is not None and (found is None or found.step < made):
+        step = None if found is None else found.step
+        raise Violation(
+            "a checkpoint that was made stays", f"that of step {made} is gone; there is {step}"
+        )
+    return found
