@@ -27,7 +27,7 @@ from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
 from paceline.data import Place
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
 from paceline.pace import Pace
 from paceline.strategies.base import Staleness
 from paceline.words import size as in_words
@@ -158,12 +158,20 @@ class Keeper:
             strategy.before_meeting(number)
         if self._transport.meet(_PHASES * number + 1, range(worker.size)):
             if worker.rank == 0:
-                for rank in self._everyone[worker.size :]:
-                    strategy.summon(rank, number, stop)
+                self._summon(number, stop)
             self.save_together(number, stop)
         if not self._pace.alone:
             strategy.go_on(x)
         self._transport.resume()
+
+    def _summon(self, number: int, stop: bool) -> None:
+        """Call the ranks that are no workers; where one is lost, the meeting is given up."""
+        for rank in self._everyone[self._worker.size :]:
+            try:
+                self._worker.strategy.summon(rank, number, stop)
+            except PeerLost:
+                if not self._worker.comm.elastic:
+                    raise
 
     def save_together(self, number: int, stop: bool) -> None:
         """Save the state of this rank at the same moment as all the others."""

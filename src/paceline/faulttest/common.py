@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.base import MAILBOX_CAPACITY
 from paceline.comm.simulated import Collective
 from paceline.faulttest.training import EPOCHS
 from paceline.faulttest.watched import Observer, WatchedInbox, around
@@ -68,7 +69,16 @@ class Members(Observer):
 
 
 class Messages(Observer):
-    """All bytes that are sent are delivered, dropped with a rank, or still on their way."""
+    """All bytes that are sent are delivered, dropped with a rank, or still on their way.
+
+    No more of them wait than a mailbox has room for.
+    """
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        waiting = self.world.inboxes[dst].posted_by(src)
+        self.scene.check(
+            waiting <= MAILBOX_CAPACITY, "room", f"{waiting} of rank {src} wait for rank {dst}"
+        )
 
     def ended(self) -> None:
         boxes: list[Any] = self.world.inboxes

@@ -1,4 +1,4 @@
-"""Laws that take a second run: of the same, half as fast, of one worker alone, or resumed."""
+"""Laws that take a second run: of the same, half as fast, mirrored, of one alone, resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paceline.faulttest.watched import Violation
 from paceline.sim.faults import Fault, say_fault
 
 _TURNS = 8
-"""Of so many seeds one is run again, one at half the speed, one alone, one resumed."""
+"""Of so many seeds one is run again, one at half the speed, one alone, one resumed, and
+one with the ranks mirrored."""
 
 
 def examine(schedule: Schedule) -> Outcome:
@@ -38,6 +39,8 @@ def _compare(schedule: Schedule, outcome: Outcome) -> None:
         _run_alone(schedule)
     elif turn == 3:
         _run_on(schedule, outcome)
+    elif turn == 4:
+        _run_mirrored(schedule)
     elif schedule.name == "layered" and not schedule.faults:
         _run_in_lockstep(schedule, outcome)
 
@@ -108,6 +111,26 @@ def _run_on(schedule: Schedule, outcome: Outcome) -> None:
             "resumed is undisturbed",
             f"{rest.ends} after {rest.seconds} s, and not {whole.ends} after {whole.seconds} s",
         )
+
+
+def _run_mirrored(schedule: Schedule) -> None:
+    """To whom the ranks are given makes no difference where all wait for all."""
+    if schedule.name not in ("allreduce", "sasgd", "diloco") or schedule.data != "steps":
+        return
+    calm = schedule.but(faults=(), bad_rank=None, bad_steps=(), checkpoint_steps=None)
+    mirrored = calm.but(mirrored=True, factors=_of_each(calm)[::-1])
+    plain, other = run(calm), run(mirrored)
+    for outcome in (plain, other):
+        if outcome.violation is not None:
+            raise outcome.violation
+    if not torch.allclose(plain.ends[0], other.ends[0], rtol=1e-9, atol=1e-12):
+        raise Violation("ranks are names", f"{plain.ends[0]}, mirrored {other.ends[0]}")
+
+
+def _of_each(schedule: Schedule) -> tuple[float, ...]:
+    """The factor of each worker; those of a cluster go round."""
+    factors = schedule.factors
+    return tuple(factors[rank % len(factors)] for rank in range(schedule.workers))
 
 
 def _run_in_lockstep(schedule: Schedule, outcome: Outcome) -> None:

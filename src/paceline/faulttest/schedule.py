@@ -42,6 +42,7 @@ class Schedule:
         steps: of each worker; with a loader, about as many.
         uneven: by how many fewer each next worker has, in turn, up to three of them.
         seed: of what is random in the run itself.
+        mirrored: whether ranks have each other's data and speed, the first those of the last.
         objective: ``quadratic``, a tiny ``network``, or ``still``, without gradients.
         optimizer: plain SGD, with ``momentum``, with weight ``decay``, or ``adam``.
         lr: the rate; ``falling`` halves it on the way.
@@ -64,6 +65,7 @@ class Schedule:
     steps: int = 8
     uneven: int = 0
     seed: int = 0
+    mirrored: bool = False
     objective: Literal["quadratic", "network", "still"] = "quadratic"
     optimizer: Literal["sgd", "momentum", "decay", "adam"] = "sgd"
     lr: float = 0.05
@@ -175,9 +177,13 @@ class Schedule:
             serving=Serving(bytes_per_s=self.serving_bytes_per_s),
         )
 
+    def place_of(self, rank: int) -> int:
+        """Whose data a worker has: its own, unless all are mirrored."""
+        return self.workers - 1 - rank if self.mirrored else rank
+
     def steps_of(self, rank: int) -> int:
         """How many steps a worker has, when each has its own."""
-        return max(0, self.steps - self.uneven * (rank % 4))
+        return max(0, self.steps - self.uneven * (self.place_of(rank) % 4))
 
     @property
     def seconds(self) -> float:

@@ -377,6 +377,7 @@ class Bound(Observer):
         self._clocks: dict[tuple[int, int], float] = {}
         self._numbers: dict[tuple[int, int], float] = {}
         self._over: set[tuple[int, int]] = set()
+        self._joined: dict[tuple[int, int], int] = {}
 
     def watches(self) -> bool:
         return isinstance(self.schedule.method, SSP) and self.schedule.workers > 1
@@ -392,6 +393,7 @@ class Bound(Observer):
         shard = strategy.comm.rank
         if request.join:
             self._over.discard((shard, src))
+            self._joined[shard, src] = self.scene.life(src)
             self._clocks[shard, src] = self._slowest(shard, src)
         elif request.number > self._numbers.get((shard, src), 0):
             self._clocks[shard, src] = self._clocks.get((shard, src), 0) + 1
@@ -403,10 +405,15 @@ class Bound(Observer):
     def _slowest(self, shard: int, but: int = -1) -> float:
         clocks = [
             self._clocks.get((shard, rank), 0)
-            for rank in self.world.alive()
-            if rank < self.schedule.workers and rank != but and (shard, rank) not in self._over
+            for rank in range(self.schedule.workers)
+            if rank != but and (shard, rank) not in self._over and self._is_here(shard, rank)
         ]
         return min(clocks, default=self._clocks.get((shard, but), 0))
+
+    def _is_here(self, shard: int, rank: int) -> bool:
+        """Whether a worker is a member, or is about to be one and has told the server so."""
+        life = self._joined.get((shard, rank), 0)
+        return rank in self.world.alive() or (life > 0 and not self.scene.is_over(rank, life))
 
     def _reply(self, strategy: Any, inner: Any, src: int) -> None:
         shard = strategy.comm.rank

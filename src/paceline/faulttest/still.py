@@ -41,7 +41,7 @@ class AtRest(Observer):
         if worker.rank not in self._began:
             self._began[worker.rank] = x.clone()
             if self.scene.life(worker.rank) == 1:
-                self._common = x - worker.rank
+                self._common = x - self.schedule.place_of(worker.rank)
         inner(x, g)
 
     def ended(self) -> None:
@@ -50,7 +50,8 @@ class AtRest(Observer):
         if isinstance(self.schedule.method, GradientServed):
             self._compare(self._common, "a server without gradients stands still")
         elif isinstance(self.schedule.method, ADPSGD):
-            if not self.schedule.faults and len(self._began) == self.schedule.workers:
+            calm = not self.schedule.faults and self.schedule.bad_rank is None
+            if calm and len(self._began) == self.schedule.workers:
                 mean = torch.stack(list(self._began.values())).mean(0)
                 self._compare(mean, "pairs keep the mean of all")
         else:

@@ -87,7 +87,7 @@ def train(worker: Worker, schedule: Schedule) -> None:
     model, optimizer = worker.setup(model, optimizer_of(schedule, model))
     if schedule.objective == "still" and worker.comm.life(worker.rank) == 1:
         for parameter in model.parameters():
-            parameter.detach().add_(worker.rank)
+            parameter.detach().add_(schedule.place_of(worker.rank))
     bad = schedule.bad_steps if worker.rank == schedule.bad_rank else ()
     learn(schedule, model, optimizer, batches(worker, schedule), bad)
     worker.finish()
@@ -115,7 +115,7 @@ def learn(
 def own_batches(schedule: Schedule, rank: int) -> Iterator[tuple[int, Tensor]]:
     """The batches of a worker that has its own, each with its number."""
     for step in range(schedule.steps_of(rank)):
-        yield step, _TARGETS[(31 * rank + step) % len(_TARGETS)]
+        yield step, _TARGETS[(31 * schedule.place_of(rank) + step) % len(_TARGETS)]
 
 
 def batches(worker: Worker, schedule: Schedule) -> Iterator[tuple[int, Tensor]]:
