@@ -141,7 +141,9 @@ def _faults(finding: Finding, scenario: Scenario, virtual: bool, seeds: int) -> 
     finding.look = worst(looks)
     _most(finding, "seconds to notice", finding.look.notice_s, expect.notice_s)
     _most(finding, "seconds without a step", finding.look.gap_s, limit_s)
-    if not method.synchronous:
+    if (reason := scenario.unreached.get(finding.method)) is not None:
+        finding.happened += f"; throughput not reached: {reason}"
+    elif not method.synchronous:
         _least(finding, "of the throughput", finding.look.throughput, expect.throughput)
 
 

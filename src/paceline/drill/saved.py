@@ -32,7 +32,7 @@ FAILPOINTS = (
 )
 """A point of each kind; the tests of the disk have all of them."""
 ROOM = "12m"
-"""A disk on which two checkpoints of the drill's model have room, and a third has not."""
+"""A disk on which some checkpoints of the drill's model have room, but not four."""
 KILLS, KILLED_AFTER_S = 20, (0.5, 4.0)
 """How often a run is killed, and after which time: some before it has begun to train."""
 
@@ -167,7 +167,7 @@ def fill_disk(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
         disk.mkdir(parents=True)
         mount = f'mount -t tmpfs -o size={ROOM} none "$0" && exec "$@"'
         words = ["unshare", "--mount", "sh", "-c", mount, str(disk)]
-        ended = run([*words, *command(method, folder, workers, epochs)])
+        ended = run([*words, *command(method, folder, workers, epochs), "--keep", "3"])
         failures = []
         if ended.code != 1 or not ended.result.get("checkpoint_error"):
             told = ended.result.get("checkpoint_error") or ended.said[-200:]

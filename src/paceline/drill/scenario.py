@@ -102,6 +102,7 @@ class Scenario:
         poisoned: a worker whose gradients are not finite, from its step 100 on.
         lives: which life each of these ranks has to begin before the run may end.
         expect: what has to come of it.
+        unreached: the methods that do not reach the expected throughput, each with the reason.
     """
 
     about: str
@@ -118,6 +119,7 @@ class Scenario:
     poisoned: int | None = None
     lives: dict[int, int] = field(default_factory=dict)
     expect: Expect = field(default_factory=Expect)
+    unreached: dict[str, str] = field(default_factory=dict)
 
     @property
     def virtual(self) -> bool:
