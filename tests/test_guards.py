@@ -322,8 +322,8 @@ def blind_to_oneself(monkeypatch):
     """Workers hand on whatever they have computed."""
     admits = Guard.admits
 
-    def admit(guard: Guard, size: float, sender: int, what: str) -> bool:
-        return sender == guard.rank or admits(guard, size, sender, what)
+    def admit(guard: Guard, size: float, sender: int, *rest: Any) -> bool:
+        return sender == guard.rank or admits(guard, size, sender, *rest)
 
     monkeypatch.setattr(Guard, "admits", admit)
 
@@ -384,3 +384,19 @@ def test_a_broken_model_spoils_no_other(strategy, value):
     result, ends = run(strategy, break_model(value, 9))
     assert_sound(ends)
     assert result.steps == WORKERS * STEPS
+
+
+@pytest.mark.parametrize("strategy", SHARES_MODELS)
+def test_a_number_that_a_glance_has_missed_breaks_one_model_and_an_exchange_mends_it(
+    strategy, monkeypatch
+):
+    monkeypatch.setattr("paceline.guard.GLANCE", 1)
+
+    def spoil(net: nn.Module, step: int) -> None:
+        if step == 9:
+            next(net.parameters()).grad.view(-1)[-1] = math.nan
+
+    result, ends = run(strategy, spoil)
+    assert_sound(ends)
+    assert result.steps == WORKERS * STEPS
+    assert not events(result, "set_aside")

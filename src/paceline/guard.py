@@ -25,6 +25,8 @@ ABSURD = 1e18
 """A norm that is dropped whatever came before."""
 KNOWN, REMEMBERED = 8, 65
 """How many norms it takes to judge another by, and how many of the last ones are remembered."""
+GLANCE = 4096
+"""How many numbers of each gradient a worker looks at that does not share it."""
 IN_A_ROW = 3
 """After so many updates dropped one after the other, their sender is set aside."""
 
@@ -66,6 +68,15 @@ def _square(vector: Tensor, kind: Any) -> Tensor:
     return size.square()
 
 
+def glance(vectors: Iterable[Tensor]) -> float:
+    """The norm of the first numbers of each vector: what is bad shows there, as a rule.
+
+    For gradients that go no further than the worker's own model, which is judged as a whole before
+    it is handed on. To read all of each gradient takes a few hundredths of a step.
+    """
+    return norm(*(vector.reshape(-1)[:GLANCE] for vector in vectors))
+
+
 def is_sound(vector: Tensor) -> bool:
     """Whether a vector is one that a model may be: finite, and not absurdly large."""
     return norm(vector) < ABSURD
@@ -92,10 +103,13 @@ class Guard:
         self._in_a_row: dict[tuple[int, str], int] = {}
         self._told: set[int] = set()
 
-    def admits(self, size: float, sender: int, what: str) -> bool:
+    def admits(
+        self, size: float, sender: int, what: str, blamed: Callable[[], bool] = lambda: True
+    ) -> bool:
         """Whether an update of this norm is taken in; ``what`` it is, its norm is compared with.
 
-        Once a sender is set aside, its updates are still counted, but not told one by one.
+        Once a sender is set aside, its updates are still counted, but not told one by one. An
+        update that it is not ``blamed`` for does not bring it closer to that.
         """
         if sender in self.aside:
             self.dropped[sender] += 1
@@ -111,7 +125,7 @@ class Guard:
                 self._told.add(sender)
                 self.tell("large", sender=sender, what=what, norm=size, usual=usual.median)
             usual.remember(size)
-        self._note(sender, what, dropped=reason is not None)
+        self._note(sender, what, dropped=reason is not None and blamed())
         return reason is None
 
     def hear(self, judge: int, dropped: bool) -> None:

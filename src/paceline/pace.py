@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.comm.metered import MeteredTransport
 from paceline.errors import LeftBehind, UsageError
-from paceline.guard import norm
+from paceline.guard import glance, is_sound, norm
 from paceline.history import History
 from paceline.replica import Replica
 from paceline.strategies.base import Strategy
@@ -139,16 +139,24 @@ class Pace:
             self._transport.charge_gather(flat.x.nbytes)
             g = flat.gather()
         if not self.replica.overflow:
-            self._judge(flat.gradients() if g is None else [g])
+            self._judge(g)
         self.strategy.step(flat.x, g)
 
-    def _judge(self, gradients: Sequence[Tensor]) -> None:
-        """Let a gradient that is not finite, or explodes, count as none."""
+    def _judge(self, g: Tensor | None) -> None:
+        """Let a gradient that is not finite, or explodes, count as none.
+
+        One that is not shared is only glanced at. What is missed then breaks the worker's model,
+        and it is not to blame for the gradients of that: the next exchange mends it.
+        """
         replica, guard = self.replica, self.strategy.guard
-        size = 0.0 if guard.rank in guard.aside else norm(*gradients)
+        size = 0.0
+        if guard.rank not in guard.aside:
+            size = glance(replica.flat.gradients()) if g is None else norm(g)
         if replica.max_norm is not None and math.isfinite(size):
             size = min(size, replica.max_norm)
-        replica.dropped = not guard.admits(size, guard.rank, "gradient")
+        replica.dropped = not guard.admits(
+            size, guard.rank, "gradient", lambda: g is not None or is_sound(replica.flat.x)
+        )
         replica.overflow = replica.dropped
 
     def _mark(self) -> Mark:

@@ -79,8 +79,8 @@ def look_at(
     if fault_s is None:
         return Look(None, None, None, None)
     survivors = [own for rank, own in steps.items() if rank not in victims]
-    lost = any(event["event"] == "lost" for event in events)
-    later = [t for t in noticed if lost and t >= fault_s - 0.1]
+    harm = {event["event"] for event in events if event["rank"] in victims} - {"slowed"}
+    later = [t for t in noticed if harm and t >= fault_s - 0.1]
     return Look(
         fault_s,
         max(0.0, min(later) - fault_s) if later else None,
