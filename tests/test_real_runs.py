@@ -111,7 +111,10 @@ def test_a_script_under_torchrun_trains_as_a_launched_one(one_thread, tmp_path):
     ]
     ended = subprocess.run(
         [sys.executable, "-m", *torchrun, str(script), str(tmp_path / "init")],
-        env=runs.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),  # that listens everywhere
+        env=runs.environment(
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # that listens everywhere
+            TMPDIR=str(tmp_path),  # in which torchrun leaves a folder
+        ),
         capture_output=True,
         text=True,
         timeout=100,

@@ -128,6 +128,7 @@ def test_torchrun_starts_a_run_too(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # in which torchrun leaves a folder
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.checkpoint.states import load_state, pack_state
+from paceline.checkpoint.store import MANIFEST, METRICS, open_checkpoint, seal
 from paceline.comm.arena import RANGE_BYTES, Arena
 from paceline.comm.base import Limits
 from paceline.comm.shared_memory import SharedMemoryTransport
@@ -70,11 +73,11 @@ def number(random: Random) -> str:
     return random.choice([*ODD, str(random.getrandbits(64)), str(random.uniform(-10, 10))])
 
 
-def spoilt(text: str) -> Callable[[Random], bytes]:
+def spoilt(text: str | bytes) -> Callable[[Random], bytes]:
     """A text with a few pieces cut out, doubled, or replaced by garbage."""
 
     def make(random: Random) -> bytes:
-        data = bytearray(text.encode())
+        data = bytearray(text.encode() if isinstance(text, str) else text)
         for _ in range(random.randrange(5)):
             start = random.randrange(len(data) + 1)
             piece = data[start : start + random.randrange(13)]
@@ -104,6 +107,44 @@ def frame(random: Random) -> list[tuple[int, int]]:
         random.choice(edges) + random.randrange(-64, 65),
     ]
     return [(random.randrange(9), random.choice(words)) for _ in range(random.randrange(6))]
+
+
+STATE = pack_state({"x": torch.arange(6.0), "lives": {0: 1}, "mail": [(1, "a", None)]})
+MANIFEST_TEXT = json.dumps(
+    seal(
+        {
+            "version": 1,
+            "step": 7,
+            "time_s": 0.5,
+            "ranks": 1,
+            "config": {"workers": 1},
+            "files": {
+                name: {"bytes": 2, "blake2b": "00"} for name in (METRICS, "rank0.safetensors")
+            },
+        }
+    )
+)
+
+
+def state(random: Random) -> bytes:
+    """The file of a rank: spoilt anywhere, or in its header, which then has the right length."""
+    if random.random() < 0.5:
+        return spoilt(STATE)(random)
+    end = 8 + int.from_bytes(STATE[:8], "little")
+    header = spoilt(STATE[8:end])(random)
+    return len(header).to_bytes(8, "little") + header + STATE[end:]
+
+
+def manifest(random: Random) -> bytes:
+    """A manifest that is spoilt, or was sealed after that."""
+    data = spoilt(MANIFEST_TEXT)(random)
+    if random.random() < 0.5:
+        return data
+    told = json.loads(MANIFEST_TEXT)
+    part = random.choice([told, told["files"], told["files"][METRICS]])
+    name = random.choice([*part, "../outside", "rank1.safetensors"])
+    part[name] = random.choice([-1, 10**12, 1e400, None, True, "x", [], {}, {"bytes": []}])
+    return json.dumps(seal(told)).encode()
 
 
 # Readers -----------------------------------------------------------------------------------------
@@ -142,6 +183,22 @@ def read_a_trace(data: bytes) -> None:
         with suppress(UsageError):
             for record in reader(path):
                 assert isinstance(record["event"], str)
+
+
+def read_a_state(data: bytes) -> None:
+    path = _file("rank0.safetensors", data)
+    with suppress(UsageError):
+        assert isinstance(load_state(path.parent, "rank0"), dict)
+
+
+def read_a_manifest(data: bytes) -> None:
+    folder = FOLDER / "step-000000007"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (METRICS, "rank0.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    (folder / MANIFEST).write_bytes(data)
+    with suppress(UsageError):
+        open_checkpoint(folder)
 
 
 class Mailbox:
@@ -198,6 +255,8 @@ TARGETS = {
     "fault": Target(sentence, read_a_fault),
     "schedule": Target(spoilt(SCHEDULE), read_a_schedule),
     "trace": Target(spoilt(TRACE), read_a_trace),
+    "state": Target(state, read_a_state),
+    "manifest": Target(manifest, read_a_manifest),
     "mailbox": Target(frame, read_a_message),
     "window": Target(frame, read_a_window),
 }

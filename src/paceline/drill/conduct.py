@@ -197,7 +197,8 @@ def _is_as_good(
     finding.accuracy = statistics.mean(found)
     finding.undisturbed = (statistics.mean(others), statistics.stdev(others))
     mean, deviation = finding.undisturbed
-    error = deviation * math.sqrt(1 / len(others) + 1 / len(found))
+    spread = statistics.stdev(found) if len(found) > 1 else deviation
+    error = math.sqrt(deviation**2 / len(others) + spread**2 / len(found))
     return finding.accuracy >= mean - max(3 * error, LEAST_DIFFERENCE)
 
 
