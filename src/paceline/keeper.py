@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,7 @@ class Keeper:
         """Keep the state of this worker, or of the rank that is none."""
         self._worker, self._transport = worker, worker.transport
         self._everyone = range(worker.comm.size)
-        called = self._transport.called().number  # one that comes late may be waited for already
-        self._answered = called - (not self._transport.is_over(_PHASES * called + 1) and called > 0)
+        self._answered = self._transport.called().number  # who comes late was not called
         worker.strategy.on_summons = self.save_together
         if worker.rank == 0:
             self._check_room()
@@ -116,7 +115,7 @@ class Keeper:
 
     def after_step(self) -> None:
         """Make a checkpoint, if one is due after this step."""
-        if self._worker.rank == 0:
+        if self._worker.leads:
             self._call_if_due()
         call, steps, drift = self._transport.called(), self._pace.steps, self._drift
         if drift is not None and (self._was_lost() or self._is_late_for_some()):
@@ -125,7 +124,10 @@ class Keeper:
         regular = drift is not None and self._is_regular(steps)
         if called:
             self._answered = call.number
-        if called or regular:
+        if called and call.lives[self._worker.rank] != self._transport.life(self._worker.rank):
+            if call.stop:  # it has come too late to be saved
+                raise Stopped
+        elif called or regular:
             self._save(call.number if drift is None else steps, called and call.stop)
 
     def _is_regular(self, steps: int) -> bool:
@@ -141,14 +143,23 @@ class Keeper:
         return len(self._transport.starters()) < len(self._everyone)
 
     def _call_if_due(self) -> None:
-        if self._transport.called().number > self._answered or self._was_lost():
-            return
-        steps, drift = self._pace.steps, self._drift
+        """Call the others to a checkpoint, unless a rank is missing that it needs."""
+        call, steps, drift = self._transport.called(), self._pace.steps, self._drift
         waited_s = self._transport.now() - self._made_s
         by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
-        if self._stop_asked or by_time or (drift is None and self._is_regular(steps)):
-            self._made_s = self._transport.now()
-            self._transport.call(steps if drift is None else steps + drift + 1, self._stop_asked)
+        due = self._stop_asked or by_time or (drift is None and self._is_regular(steps))
+        if not due or call.number > self._answered or self._misses_one():
+            return
+        self._made_s = self._transport.now()
+        after = max(steps, call.step + 1) if drift is None else steps + drift + 1
+        self._transport.call(after, self._stop_asked)
+
+    def _misses_one(self) -> bool:
+        """Whether a server or communicator is not here; where all keep step, if any was lost."""
+        if self._drift is not None:
+            return self._was_lost()
+        others = self._everyone[self._worker.size :]
+        return not set(others) <= set(self._transport.alive())
 
     def _save(self, number: int, stop: bool) -> None:
         worker, strategy = self._worker, self._worker.strategy
@@ -156,13 +167,29 @@ class Keeper:
         self._pace.settle()
         if not self._pace.alone:
             strategy.before_meeting(number)
-        if self._transport.meet(_PHASES * number + 1, range(worker.size)):
-            if worker.rank == 0:
+        workers = [rank for rank in self._members if rank < worker.size]
+        if self._meet(number, 1, workers):
+            if worker.rank == workers[0]:
                 self._summon(number, stop)
             self.save_together(number, stop)
         if not self._pace.alone:
             strategy.go_on(x)
         self._transport.resume()
+
+    @property
+    def _lives(self) -> Sequence[int]:
+        """The lives of those who meet: of all ranks, or those that were called."""
+        return (
+            [1] * len(self._everyone) if self._drift is not None else self._transport.called().lives
+        )
+
+    @property
+    def _members(self) -> list[int]:
+        """Those who meet."""
+        return [rank for rank, life in enumerate(self._lives) if life]
+
+    def _meet(self, number: int, phase: int, members: Sequence[int]) -> bool:
+        return self._transport.meet(_PHASES * number + phase, members, self._lives)
 
     def _summon(self, number: int, stop: bool) -> None:
         """Call the ranks that are no workers; where one is lost, the meeting is given up."""
@@ -175,26 +202,28 @@ class Keeper:
 
     def save_together(self, number: int, stop: bool) -> None:
         """Save the state of this rank at the same moment as all the others."""
-        meet, transport = self._transport.meet, self._transport
-        if not meet(_PHASES * number + 2, self._everyone):
+        transport, members = self._transport, self._members
+        if not self._meet(number, 2, members):
             return
         transport.resume()  # whose generators are saved
         step = transport.called().step if self._drift is None else number
-        content, now_s = pack_state(self._read()), transport.now()
+        content, now_s = pack_state(self._read(members)), transport.now()
         self._made_s = now_s
-        if meet(_PHASES * number + 3, self._everyone):
-            self._tell(self._store.save_rank(step, self._worker.rank, now_s, content))
+        if self._meet(number, 3, members):
+            saved = self._store.save_rank(step, self._worker.rank, now_s, content)
+            self._tell(replace(saved, ranks=tuple(members)))
             if stop:
                 raise Stopped
 
-    def _read(self) -> dict[str, Any]:
-        """All that this rank has to have again."""
+    def _read(self, members: Sequence[int]) -> dict[str, Any]:
+        """All that this rank has to have again; the first one keeps what all share."""
         worker, pace = self._worker, self._pace
+        others = [rank for rank in self._everyone if rank not in members]
         state: dict[str, Any] = {
             "strategy": worker.strategy.state_dict(),
             "stale": vars(worker.strategy.stale),
             "guard": worker.strategy.guard.state(),
-            "transport": self._transport.snapshot(shared=worker.rank == 0),
+            "transport": self._transport.snapshot(others if worker.rank == members[0] else None),
             "generators": read_generators(worker.device),
             "pace": pace.state(),
             "answered": self._answered,
@@ -225,7 +254,10 @@ class Keeper:
             self._begin_to_catch_up(state["loaders"])
         else:
             write_generators(state["generators"], worker.device)
-        self._transport.meet(_PHASES - 1, self._everyone)
+        starters = self._transport.starters()
+        lives = [int(rank in starters) for rank in self._everyone]
+        self._transport.meet(_PHASES - 1, starters, lives)
+        worker.strategy.resumed()
 
     def _begin_to_catch_up(self, loaders: list[Any]) -> None:
         worker, places = self._worker, [Place(*place) for place in loaders]

@@ -145,7 +145,7 @@ def launch(
         "metric": book.metric,
         "event": book.event,
         "progress": on_progress or (lambda record: None),
-        "saved": lambda record: saving.hear(Saved(**record)),
+        "saved": lambda record: saving.hear(Saved(**{**record, "ranks": tuple(record["ranks"])})),
     }
     try:
         with Stop(saving.on) as stop:
@@ -156,7 +156,7 @@ def launch(
                 limits=limits,
                 on_message=lambda rank, message: hear[message["kind"]](message["record"]),
                 losses=losses if transport == "shared_memory" else None,
-                faults=faults,
+                faults=[*faults, *saving.latecomers],
                 folder=None if out is None else Path(out),
                 stop=stop,
                 start_s=saving.start_s,
@@ -288,7 +288,7 @@ def simulate(
         size,
         seed=seed,
         limits=limits or Limits(),
-        faults=all_faults,
+        faults=[*all_faults, *saving.latecomers],
         homes=[prototype.home(rank, workers) for rank in range(size)],
         losses=losses,
         on_event=book.event,

@@ -14,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.folder import check_out
 from paceline.keeper import Plan
 from paceline.options import above, at_least
+from paceline.sim.faults import Fault
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
 
@@ -61,6 +62,7 @@ class Saving:
         self._store = Store(self.folder, keep, disk)
         self._heard: dict[int, list[tuple[Saved, int]]] = {}
         self._warned = False
+        self._ranks = 0
         self.start: Checkpoint | None = None
         self.error: str | None = None
         self.last: int | None = None
@@ -104,6 +106,13 @@ class Saving:
         return Plan(folder=folder, steps=self._steps, minutes=self._minutes, resume=resume)
 
     @property
+    def latecomers(self) -> list[Fault]:
+        """The workers that had been lost when the checkpoint was made: they join the run."""
+        there = range(self._ranks) if self.start is None else self.start.ranks
+        absent = [rank for rank in range(self._ranks) if rank not in there]
+        return [Fault(kind="join", rank=rank, at_s=self.start_s) for rank in absent]
+
+    @property
     def start_s(self) -> float:
         """The time on the run's clock that it begins at."""
         return 0.0 if self.start is None else self.start.time_s
@@ -119,18 +128,18 @@ class Saving:
         """Hear of a rank's file; with the last one of a checkpoint, make it one."""
         heard = self._heard.setdefault(saved.step, [])
         heard.append((saved, len(self._book.metrics)))
-        if len(heard) == self._ranks:
+        if len(heard) == len(saved.ranks):
             del self._heard[saved.step]
             self._make(sorted(heard, key=lambda one: one[0].rank))
 
     def _make(self, heard: list[tuple[Saved, int]]) -> None:
-        saved, counts = [one for one, _ in heard], [count for _, count in heard]
+        saved, counts = [one for one, _ in heard], {one.rank: count for one, count in heard}
         step, self.error = saved[0].step, next((one.error for one in saved if one.error), None)
         if self.error is None:
             metrics = [
                 record
                 for number, record in enumerate(self._book.metrics)
-                if number < counts[record["rank"]]
+                if number < counts.get(record["rank"], len(self._book.metrics))
             ]
             try:
                 records = {"metrics": metrics, "events": [*self._book.events]}

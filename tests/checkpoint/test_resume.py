@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everyone writes it
 from safetensors.torch import save_file
-from support.resuming import Interruptible, network, pairs, same_models
+from support.resuming import Interruptible, network, pairs, same_models, train
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -424,3 +424,36 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         loaded_from(tmp_path / "w.safetensors")
     with pytest.raises(pl.UsageError, match="must be a safetensors file, or the folder"):
         loaded_from(tmp_path / "nothing.safetensors")
+
+
+# After losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "strategy",
+    ["gossip", "gossip(mode=push)", "adpsgd", "downpour", "easgd", "cyclic", "cyclic(shards=2)"],
+)
+def test_a_run_that_has_lost_a_worker_goes_on_saving_and_the_worker_joins_when_it_is_resumed(
+    strategy, victim, tmp_path
+):
+    how = {"workers": 3, "cluster": "mixed-lab", "strategy": strategy, "checkpoint_steps": 4}
+    how |= {"out": tmp_path, "seed": 4}
+    first = pl.simulate(train, faults=[pl.kill(rank=victim).at(step=6)], **how)
+    saved = Store(tmp_path / "checkpoints").newest()
+    assert first.lost_workers == 1 and first.checkpoint == saved.step
+    assert victim not in saved.ranks and {0, 1, 2} - {victim} <= set(saved.ranks)
+    again = pl.simulate(train, resume=True, **how)
+    assert again.resumed_at == saved.step
+    assert (again.lost_workers, again.joined_workers) == (1, 1)  # the loss was before
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "cyclic"])
+def test_a_worker_that_is_started_again_is_saved_with_the_others(strategy, tmp_path):
+    how = {"workers": 3, "strategy": strategy, "checkpoint_steps": 2, "max_restarts": 1}
+    how |= {"cluster": pl.Cluster(compute=Compute(step_s=0.3)), "out": tmp_path}
+    run = pl.simulate(train, faults=[pl.kill(rank=0).at(step=2)], **how)
+    assert (run.lost_workers, run.joined_workers) == (1, 1)
+    assert {0, 1, 2} <= set(Store(tmp_path / "checkpoints").newest().ranks)
+    again = pl.simulate(train, resume=True, **how)
+    assert again.resumed_at == run.checkpoint

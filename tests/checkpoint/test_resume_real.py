@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import support
 from support import runs
-from support.resuming import SAMPLES, launch, train
+from support.resuming import HOW, SAMPLES, WAITS, launch, train, train_until_all_are_here
 from support.worlds import on_shared_memory
 
 import paceline as pl
+from paceline.checkpoint.store import Store
 
 PATIENCE_S = 40.0
 BATCHES = SAMPLES // 3
@@ -176,3 +177,16 @@ def test_the_command_line_resumes_and_tells_when_it_could_not_save(paceline, tmp
 def test_checkpoints_need_shared_memory(tmp_path):
     with pytest.raises(pl.UsageError, match="must be shared_memory for checkpoints"):
         pl.launch(train, transport="distributed", out=tmp_path, checkpoint_steps=1)
+
+
+@on_shared_memory
+@pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
+def test_a_run_that_has_lost_a_worker_goes_on_saving(strategy, tmp_path, monkeypatch):
+    how = {"strategy": strategy, "out": tmp_path, **HOW}
+    first = pl.launch(train_until_all_are_here, faults=[pl.kill(rank=0).at(step=5)], **how)
+    saved = Store(tmp_path / "checkpoints").newest()
+    assert first.lost_workers == 1 and first.checkpoint == saved.step
+    assert 0 not in saved.ranks and {1, 2} <= set(saved.ranks)
+    monkeypatch.setenv(WAITS, "1")
+    again = pl.launch(train_until_all_are_here, resume=True, **how)
+    assert again.resumed_at == saved.step and again.joined_workers == 1

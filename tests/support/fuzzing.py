@@ -116,7 +116,7 @@ MANIFEST_TEXT = json.dumps(
             "version": 1,
             "step": 7,
             "time_s": 0.5,
-            "ranks": 1,
+            "ranks": [0],
             "config": {"workers": 1},
             "files": {
                 name: {"bytes": 2, "blake2b": "00"} for name in (METRICS, "rank0.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -103,6 +104,24 @@ def same_models(one: dict[int, dict[str, Tensor]], other: dict[int, dict[str, Te
 PAUSE_S = 0.01
 HOW: dict[str, Any] = {"workers": 3, "seed": 2, "checkpoint_steps": 3}
 """How real runs are launched that are killed."""
+
+
+def train_until_all_are_here(worker: pl.Worker) -> None:
+    """Train for some epochs; where the environment says so, until no worker is missing."""
+    net = network()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, shuffle=True))
+    epoch, waits = 0, WAITS in os.environ
+    while epoch < 4 or (waits and worker.size > len(worker.strategy.live_workers())):
+        for x, y in loader:
+            sgd.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            sgd.step()
+        epoch += 1
+    worker.finish()
+
+
+WAITS = "PACELINE_TEST_WAITS"
 
 
 def launch(strategy: str, out: str, resume: bool) -> pl.Result:

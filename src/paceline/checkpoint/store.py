@@ -30,7 +30,10 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank tells of the file that it has written; without a digest, why it could not."""
+    """What a rank tells of the file that it has written; without a digest, why it could not.
+
+    ``ranks`` are those whose files are one checkpoint.
+    """
 
     rank: int
     step: int
@@ -38,6 +41,7 @@ class Saved:
     bytes: int = 0
     digest: str = ""
     error: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class Checkpoint:
     def step(self) -> int:
         """The steps that its first worker had made."""
         return int(self.manifest["step"])
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that it has the state of; the others were lost by then."""
+        return list(self.manifest["ranks"])
 
     @property
     def time_s(self) -> float:
@@ -109,7 +118,7 @@ class Store:
             "version": VERSION,
             "step": step,
             "time_s": saved[0].time_s,
-            "ranks": len(saved),
+            "ranks": [one.rank for one in saved],
             "config": plain(config),
             "files": files,
         }
@@ -203,11 +212,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if manifest != seal(manifest):
         raise ValueError(f"{MANIFEST} is not as it was written: its digest is another")
     ranks, step = manifest["ranks"], manifest["step"]
-    if type(ranks) is not int or type(step) is not int or not 0 < ranks < 1 << 20:
-        raise ValueError(f"{MANIFEST}: ranks ({ranks}) and step ({step}) must be whole numbers")
-    wanted = {METRICS, *map(_rank_file, range(ranks))}
+    whole = isinstance(ranks, list) and all(type(number) is int for number in [step, *ranks])
+    if not whole or not ranks or ranks != sorted(set(ranks)) or ranks[0] < 0:
+        raise ValueError(f"{MANIFEST}: ranks and step must be whole numbers, ranks in order")
+    wanted = {METRICS, *map(_rank_file, ranks)}
     if path.name != f"step-{step:09d}" or set(manifest["files"]) != wanted:
-        raise ValueError(f"{MANIFEST} must name its own folder, and the files of {ranks} ranks")
+        raise ValueError(f"{MANIFEST} must name its own folder, and the files of its ranks")
     float(manifest["time_s"])
     if not isinstance(manifest["config"], dict):
         raise ValueError(f"{MANIFEST} must hold a configuration")

@@ -67,11 +67,13 @@ class Call(NamedTuple):
         number: of the call, from 1; 0: none was made.
         step: after which step of its own a worker comes, or after the first one past it.
         stop: whether the run ends there.
+        lives: the life of each rank that is called; 0 of one that is not.
     """
 
     number: int = 0
     step: int = 0
     stop: bool = False
+    lives: tuple[int, ...] = ()
 
 
 class Transport(ABC):
@@ -156,26 +158,30 @@ class Transport(ABC):
     """Whether this world has meetings."""
 
     def call(self, step: int, stop: bool) -> None:
-        """Call all workers to a meeting after their first step from ``step`` on."""
+        """Call all members to a meeting: workers, after their first step from ``step`` on."""
         raise UsageError(f"{type(self).__name__} has no meetings")
 
     def called(self) -> Call:
         """The last call."""
         return Call()
 
-    def meet(self, number: int, members: Sequence[int]) -> bool:
-        """Wait until all ``members`` have come to a meeting; False when a rank is or was lost."""
-        raise UsageError(f"{type(self).__name__} has no meetings")
+    def meet(self, number: int, members: Sequence[int], lives: Sequence[int]) -> bool:
+        """Wait until all ``members`` have come to a meeting.
 
-    def is_over(self, number: int) -> bool:
-        """Whether a meeting was held, or given up."""
-        return True
+        False when one of the ``lives`` that it needs is over, or the meeting was given up; 0 stands
+        for a rank that it does not need.
+        """
+        raise UsageError(f"{type(self).__name__} has no meetings")
 
     def retire(self) -> None:  # noqa: B027 - only where there are meetings
         """Say that this worker has come to its end, and comes to no meeting any more."""
 
-    def snapshot(self, shared: bool) -> dict[str, Any]:
-        """What is on its way to this rank, and what it shows; with what all ranks ``shared``."""
+    def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
+        """What is on its way to this rank, and what it shows.
+
+        With what all ranks share, unless ``without`` is None: it names the ranks that are not
+        saved, so that batches that they have in hand are given out again.
+        """
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - likewise

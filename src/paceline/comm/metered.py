@@ -179,18 +179,15 @@ class MeteredTransport(Transport):
     def called(self) -> Call:
         return self.inner.called()
 
-    def meet(self, number: int, members: Sequence[int]) -> bool:
-        there: bool = self._waiting(lambda: self.inner.meet(number, members))
+    def meet(self, number: int, members: Sequence[int], lives: Sequence[int]) -> bool:
+        there: bool = self._waiting(lambda: self.inner.meet(number, members, lives))
         return there
-
-    def is_over(self, number: int) -> bool:
-        return self.inner.is_over(number)
 
     def retire(self) -> None:
         self.inner.retire()
 
-    def snapshot(self, shared: bool) -> dict[str, Any]:
-        return {**self.inner.snapshot(shared), "meter": vars(self.meter), "looks": self._looks}
+    def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
+        return {**self.inner.snapshot(without), "meter": vars(self.meter), "looks": self._looks}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.inner.restore(state)

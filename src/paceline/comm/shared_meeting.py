@@ -1,7 +1,8 @@
 """Meetings of the processes of one host: all ranks stand still at once, to save what they hold.
 
 The words of a :class:`Meeting` are: the last call (number, step, stop), whether a worker has come
-to its end, the last meeting that was given up, and for each rank the last one that it has come to.
+to its end, the last meeting that was given up, and for each rank the last one that it has come to,
+then the life of each rank that was called last.
 """
 
 from __future__ import annotations
@@ -32,25 +33,30 @@ class Meeting:
     @staticmethod
     def words(size: int) -> int:
         """How many words it takes."""
-        return 5 + size
+        return 5 + 2 * size
 
-    def call(self, step: int, stop: bool) -> None:
-        """Call all to a meeting; the number is written last."""
+    def call(self, step: int, stop: bool, lives: Sequence[int]) -> None:
+        """Call those ranks to a meeting; the number is written last."""
         words = self._transport.words
         words.write(self._start + 1, (step, int(stop)))
+        words.write(self._place(self._transport.size), tuple(lives))
         words.announce(self._start, words[self._start] + 1)
 
     def called(self) -> Call:
         """The last call."""
-        number, step, stop = self._transport.words.read(self._start, 3)
-        return Call(number, step, bool(stop))
+        words, size = self._transport.words, self._transport.size
+        while True:
+            number, step, stop = words.read(self._start, 3)
+            lives = words.read(self._place(size), size)
+            if words[self._start] == number:
+                return Call(number, step, bool(stop), tuple(lives))
 
     def retire(self) -> None:
         """Say that a worker has come to its end: there is no meeting any more."""
         self._transport.words.announce(self._start + 3, 1)
 
-    def meet(self, number: int, members: Sequence[int], watch: Watch) -> bool:
-        """Wait for all members; False, to all who wait, when a rank is or was lost."""
+    def meet(self, number: int, members: Sequence[int], lives: Sequence[int], watch: Watch) -> bool:
+        """Wait for all members; False, to all who wait, when a life that is needed is over."""
         transport, words = self._transport, self._transport.words
         words.announce(self._place(transport.rank), number)
         if self._is_given_up(number):
@@ -58,20 +64,16 @@ class Meeting:
         for member in members:
             while not words.wait(self._place(member), number, TICK_S):
                 transport.check()
-                gone = any(map(self._was_lost, range(transport.size)))
+                gone = any(self._is_over(rank, life) for rank, life in enumerate(lives) if life)
                 if (gone or self._is_given_up(number)) and words[self._place(member)] < number:
                     words.announce(self._start + 4, number)
                     return False
                 watch.keep_patience([member])
         return words[self._start + 4] < number  # a member may have come, and given it up
 
-    def _was_lost(self, rank: int) -> bool:
-        """Whether a rank is gone, or was and has come again; the others may know it by now."""
-        return self._transport.life(rank) > 1 or self._transport.why_gone(rank) is not None
-
-    def is_over(self, number: int) -> bool:
-        """Whether the first rank has gone on from a meeting to the next, or it was given up."""
-        return self._is_given_up(number) or self._transport.words[self._place(0)] > number
+    def _is_over(self, rank: int, life: int) -> bool:
+        transport = self._transport
+        return transport.life(rank) != life or transport.why_gone(rank) is not None
 
     def _is_given_up(self, number: int) -> bool:
         retired, given_up = self._transport.words.read(self._start + 3, 2)
@@ -82,17 +84,17 @@ class Meeting:
 
     # What a checkpoint holds ---------------------------------------------------------------------
 
-    def snapshot(self, shared: bool) -> dict[str, Any]:
-        """The messages for this rank, what it shows and keeps; with what all have ``shared``."""
+    def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
+        """The messages for this rank, what it shows and keeps; and what all share."""
         transport = self._transport
         state: dict[str, Any] = {
             "mail": [*self.restored, *transport.mail()],
             "window": _vector(transport.window(kept=False)),
             "kept": _vector(transport.window(kept=True)),
-            "in_hand": transport.batches_in_hand(),
+            "in_hand": transport.batches_in_hand(transport.rank),
         }
-        if shared:
-            state |= {"queues": transport.queue_words(), "call": tuple(self.called())}
+        if without is not None:
+            state |= {"queues": transport.queue_words(without), "call": tuple(self.called()[:2])}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:

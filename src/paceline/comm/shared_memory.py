@@ -519,22 +519,22 @@ class SharedMemoryTransport(Transport):
     meets = True
 
     def call(self, step: int, stop: bool) -> None:
-        self._meeting.call(step, stop)
+        alive = self.alive()
+        lives = [self.life(rank) if rank in alive else 0 for rank in range(self.size)]
+        with self._locked(self.layout.meeting):
+            self._meeting.call(step, stop, lives)
 
     def called(self) -> Call:
         return self._meeting.called()
 
-    def meet(self, number: int, members: Sequence[int]) -> bool:
-        return self._meeting.meet(number, members, Watch("a meeting", self._limits))
-
-    def is_over(self, number: int) -> bool:
-        return self._meeting.is_over(number)
+    def meet(self, number: int, members: Sequence[int], lives: Sequence[int]) -> bool:
+        return self._meeting.meet(number, members, lives, Watch("a meeting", self._limits))
 
     def retire(self) -> None:
         self._meeting.retire()
 
-    def snapshot(self, shared: bool) -> dict[str, Any]:
-        return self._meeting.snapshot(shared)
+    def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
+        return self._meeting.snapshot(without)
 
     def restore(self, state: dict[str, Any]) -> None:
         self._meeting.restore(state)
@@ -557,17 +557,20 @@ class SharedMemoryTransport(Transport):
         """What this rank has published last, or kept."""
         return self._read_window(self.rank, None, kept)
 
-    def batches_in_hand(self) -> list[int]:
-        """The batches that this rank has taken and not made use of yet, a word each."""
-        return [b for b in self.words.read(self.layout.in_hand(self.rank), MAX_IN_HAND) if b]
+    def batches_in_hand(self, rank: int) -> list[int]:
+        """The batches that a rank has taken and not made use of yet, a word each."""
+        return [b for b in self.words.read(self.layout.in_hand(rank), MAX_IN_HAND) if b]
 
     def take_in_hand(self, batches: Sequence[int]) -> None:
         """Take these in hand."""
         self.words.write(self.layout.in_hand(self.rank), tuple(batches))
 
-    def queue_words(self) -> list[int]:
-        """How far the queues are, and which batches were taken back."""
-        return self.words.read(self.layout.queues, 2 * MAX_QUEUES + MAX_RETURNED)
+    def queue_words(self, without: Sequence[int]) -> list[int]:
+        """How far the queues are, and which batches were taken back, or will be of these ranks."""
+        queues = self.words.read(self.layout.queues, 2 * MAX_QUEUES)
+        returned = [b for b in self.words.read(self.layout.returned, MAX_RETURNED) if b]
+        returned += [batch for rank in without for batch in self.batches_in_hand(rank)]
+        return [*queues, *(returned + [0] * MAX_RETURNED)[:MAX_RETURNED]]
 
     def set_queue_words(self, words: Sequence[int]) -> None:
         """Have the queues go on from there."""

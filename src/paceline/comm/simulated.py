@@ -210,7 +210,9 @@ class World:
     # Faults --------------------------------------------------------------------------------------
 
     def faults_at(self, rank: int, step: int) -> list[Fault]:
-        """The faults that befall ``rank`` before its own step ``step``."""
+        """The faults that befall ``rank`` before its own step ``step``, in its first life."""
+        if rank in self.reborn:
+            return []
         return [fault for fault in self._faults if fault.rank == rank and fault.at_step == step]
 
     def inject(self, fault: Fault) -> None:
@@ -639,12 +641,14 @@ class SimulatedTransport(Transport):
     meets = True
 
     def call(self, step: int, stop: bool) -> None:
-        self.world.call = Call(self.world.call.number + 1, step, stop)
+        world, alive = self.world, self.world.alive()
+        lives = tuple(self.life(rank) if rank in alive else 0 for rank in range(self.size))
+        world.call = Call(world.call.number + 1, step, stop, lives)
 
     def called(self) -> Call:
         return self.world.call
 
-    def meet(self, number: int, members: Sequence[int]) -> bool:
+    def meet(self, number: int, members: Sequence[int], lives: Sequence[int]) -> bool:
         """Wait; in the end all go on at one time, in rank order."""
         self._check()
         world, op = self.world, "a meeting"
@@ -658,7 +662,11 @@ class SimulatedTransport(Transport):
             self.wait(op, members, lambda: None, patient=True)
             return True
         while not here.issuperset(members):
-            gone = world.departed or world.reborn  # which the others may know by now
+            gone = any(
+                rank in world.departed or self.life(rank) != life
+                for rank, life in enumerate(lives)
+                if life
+            )
             if gone or world.retired or world.given_up >= number:
                 world.given_up = max(world.given_up, number)
                 world.look_again()
@@ -670,17 +678,13 @@ class SimulatedTransport(Transport):
                 world.awaiting.discard(self.rank)
         return world.given_up < number
 
-    def is_over(self, number: int) -> bool:
-        world = self.world
-        return world.retired or world.given_up >= number or number + 1 in world.meetings
-
     def retire(self) -> None:
         if not self.world.retired:
             self.pass_time()
             self.world.retired = True
             self.world.look_again()
 
-    def snapshot(self, shared: bool) -> dict[str, Any]:
+    def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
         world = self.world
         state: dict[str, Any] = {
             "inbox": [
@@ -691,10 +695,11 @@ class SimulatedTransport(Transport):
             "in_hand": sorted(world.in_hand[self.rank]),
             "costs": world.costs[self.rank].state(),
         }
-        if shared:
+        if without is not None:
             queues = {queue: [*place] for queue, place in world.queues.items()}
+            returned = world.returned + [b for rank in without for b in sorted(world.in_hand[rank])]
             state |= {"network": world.network.state(), "queues": queues}
-            state |= {"returned": [*world.returned], "call": tuple(world.call)}
+            state |= {"returned": returned, "call": tuple(world.call[:2])}
             state["cores"] = [cores.state() for cores in world.baton.cores()]
         return state
 
@@ -713,7 +718,8 @@ class SimulatedTransport(Transport):
         if "queues" in state:
             world.network.load_state(state["network"])
             world.queues, world.returned = state["queues"], state["returned"]
-            world.call = Call(*state["call"])
+            number, step = state["call"]
+            world.call = Call(number, step, lives=(0,) * self.size)
             for cores, its_state in zip(world.baton.cores(), state["cores"], strict=True):
                 cores.load_state(its_state)
 

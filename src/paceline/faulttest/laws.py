@@ -41,6 +41,8 @@ def _compare(schedule: Schedule, outcome: Outcome) -> None:
         _run_on(schedule, outcome)
     elif turn == 4:
         _run_mirrored(schedule)
+    elif turn == 5:
+        _run_on_after_losses(schedule, outcome)
     elif schedule.name == "layered" and not schedule.faults:
         _run_in_lockstep(schedule, outcome)
 
@@ -111,6 +113,21 @@ def _run_on(schedule: Schedule, outcome: Outcome) -> None:
             "resumed is undisturbed",
             f"{rest.ends} after {rest.seconds} s, and not {whole.ends} after {whole.seconds} s",
         )
+
+
+def _run_on_after_losses(schedule: Schedule, outcome: Outcome) -> None:
+    """A run that has lost workers can be resumed, too: those join it, and all come to the end."""
+    if not schedule.faults or not schedule.losses.goes_on or outcome.stopped:
+        return
+    saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2)
+    whole = outcome if saved == schedule else run(saved)
+    if whole.violation is not None:
+        raise whole.violation
+    for image in whole.images:
+        rest = run_on(saved.but(faults=()), image)
+        if rest.violation is not None:
+            raise rest.violation
+        outcome.sites.update({"resumed after losses": 1} if rest.sites["joined"] else {})
 
 
 def _run_mirrored(schedule: Schedule) -> None:

@@ -97,7 +97,7 @@ class Shelf:
         self.disk = FragileDisk(root)
         steps = schedule.checkpoint_steps
         self.saving = Saving(root, steps=steps, minutes=None, keep=1, resume=True, disk=self.disk)
-        self.saving.prepare({"schedule": str(schedule)}, schedule.size)
+        self.saving.prepare({"schedule": str(schedule.but(faults=()))}, schedule.size)
         self.saving.follow(RunBook(None, None))
         self.made: list[int | None] = [None] * len(self.disk.images)
         self.disk.on_image = lambda: self.made.append(self.saving.last)
@@ -145,7 +145,7 @@ def look_at(image: Image, made: int | None) -> Checkpoint | None:
             warnings.simplefilter("error", UserWarning)
             try:
                 found = Store(Path(folder) / "checkpoints").newest()
-                for rank in range(found.manifest["ranks"] if found else 0):
+                for rank in found.ranks if found else ():
                     assert found is not None
                     load_state(found.path, f"rank{rank}")
             except (UserWarning, UsageError) as error:

@@ -121,7 +121,7 @@ def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Obser
         schedule.size,
         seed=schedule.seed,
         limits=schedule.limits,
-        faults=schedule.script,
+        faults=[*schedule.script, *(shelf.saving.latecomers if shelf else ())],
         homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
         losses=schedule.losses,
         start_s=0.0 if shelf is None else shelf.saving.start_s,

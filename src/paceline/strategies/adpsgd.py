@@ -103,6 +103,10 @@ class ADPSGD(Decentralised):
             self._attend(x)
         self.take_mean(x, self.steps > 0)
 
+    def resumed(self) -> None:
+        """All lives have begun anew."""
+        self.open = dict.fromkeys(self.open, 1)
+
     def _count_open(self, workers: Comm) -> int:
         if workers.size == 1:  # nobody waits with it until its offers are answered
             return 0

@@ -170,6 +170,9 @@ class Strategy(ABC):
     def go_on(self, x: Tensor) -> None:  # noqa: B027 - likewise
         """After all have stood still: do what was put off for it."""
 
+    def resumed(self) -> None:  # noqa: B027 - few keep books of others
+        """Hear that the state of a checkpoint is there again; some workers may not be."""
+
     def summon(self, rank: int, number: int, stop: bool) -> None:
         """Have a rank that is no worker call ``self.on_summons(number, stop)`` in :meth:`serve`."""
         raise UsageError(

@@ -251,6 +251,12 @@ class Served(Strategy):
         self.asked = state["asked"]
         super().load_state_dict({name: v for name, v in state.items() if name != "asked"})
 
+    def resumed(self) -> None:
+        """Strike those workers off a server's books whose state is not there again."""
+        if self.comm.rank >= self.workers:
+            for worker in set(self.listed()) - set(self.comm.starters()):
+                self.gone(worker)
+
     @abstractmethod
     def flush(self, x: Tensor) -> None:
         """Hand in what is left, and have the servers apply it before this returns."""
