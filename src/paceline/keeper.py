@@ -26,6 +26,7 @@ import torch
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
+from paceline.comm.base import Call
 from paceline.data import Place
 from paceline.errors import PeerLost, UsageError
 from paceline.pace import Pace
@@ -71,7 +72,7 @@ class Keeper:
     def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
         self._plan, self._tell = plan, tell
         self._store = Store(Path(plan.folder), disk=disk)
-        self._answered = 0
+        self._answered, self._call = 0, Call()
         self._made_s = 0.0
         self._state: dict[str, Any] = {}
         self._steps_left: int | None = None
@@ -123,7 +124,7 @@ class Keeper:
         called = call.number > self._answered and (drift is None or steps >= call.step)
         regular = drift is not None and self._is_regular(steps)
         if called:
-            self._answered = call.number
+            self._answered, self._call = call.number, call
         if called and call.lives[self._worker.rank] != self._transport.life(self._worker.rank):
             if call.stop:  # it has come too late to be saved
                 raise Stopped
@@ -179,9 +180,7 @@ class Keeper:
     @property
     def _lives(self) -> Sequence[int]:
         """The lives of those who meet: of all ranks, or those that were called."""
-        return (
-            [1] * len(self._everyone) if self._drift is not None else self._transport.called().lives
-        )
+        return self._call.lives if self._drift is None else [1] * len(self._everyone)
 
     @property
     def _members(self) -> list[int]:
@@ -202,15 +201,20 @@ class Keeper:
 
     def save_together(self, number: int, stop: bool) -> None:
         """Save the state of this rank at the same moment as all the others."""
-        transport, members = self._transport, self._members
+        transport, worker = self._transport, self._worker
+        if worker.rank >= worker.size:
+            self._call = transport.called()
+        if self._drift is None and self._call.number != number:
+            return  # there is another call by now
+        members = self._members
         if not self._meet(number, 2, members):
             return
         transport.resume()  # whose generators are saved
-        step = transport.called().step if self._drift is None else number
+        step = self._call.step if self._drift is None else number
         content, now_s = pack_state(self._read(members)), transport.now()
         self._made_s = now_s
         if self._meet(number, 3, members):
-            saved = self._store.save_rank(step, self._worker.rank, now_s, content)
+            saved = self._store.save_rank(step, worker.rank, now_s, content)
             self._tell(replace(saved, ranks=tuple(members)))
             if stop:
                 raise Stopped
@@ -254,10 +258,14 @@ class Keeper:
             self._begin_to_catch_up(state["loaders"])
         else:
             write_generators(state["generators"], worker.device)
+        self.await_starters()
+        worker.strategy.resumed()
+
+    def await_starters(self) -> None:
+        """Wait until all have their state again that are there from the beginning."""
         starters = self._transport.starters()
         lives = [int(rank in starters) for rank in self._everyone]
         self._transport.meet(_PHASES - 1, starters, lives)
-        worker.strategy.resumed()
 
     def _begin_to_catch_up(self, loaders: list[Any]) -> None:
         worker, places = self._worker, [Place(*place) for place in loaders]

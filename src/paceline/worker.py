@@ -147,6 +147,8 @@ class Worker:
             self._serve_unless_worker(x)
             self._share_the_rest(model)
         elif self.rank < self.size:
+            if self._keeper is not None and self._keeper.resumes:
+                self._keeper.await_starters()
             self._join(self.strategy.join, x)
             self._transport.arrived()
             self.tell("joined")

@@ -150,6 +150,9 @@ class World:
                 self.baton.run(on_rank, [max(begin_s, start_s) for start_s in starts])
         finally:
             torch.set_num_threads(threads)
+        if self._lost and self._losses is not None and not self._losses.goes_on:
+            why = {self.departed.get(rank, "it died") for rank in self._lost}
+            raise PeerLost(self.lost, "the run", "; ".join(sorted(why)), 0.0)
 
     def _revive(self, rank: int) -> None:
         """Start a dead rank again, if that is due; otherwise end its thread."""
@@ -705,7 +708,8 @@ class SimulatedTransport(Transport):
 
     def restore(self, state: dict[str, Any]) -> None:
         world, rank = self.world, self.rank
-        for src, tag, x, arrived_s in state["inbox"]:
+        for src, tag, x, at_s in state["inbox"]:
+            arrived_s = at_s if at_s < math.inf else self._calendar.now_s  # a link may be whole now
             message = Message(src, tag, x, True, arrived_s)
             world.inboxes[rank].add(message)
             if arrived_s > self._calendar.now_s:

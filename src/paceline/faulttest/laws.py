@@ -132,7 +132,8 @@ def _run_on_after_losses(schedule: Schedule, outcome: Outcome) -> None:
 
 def _run_mirrored(schedule: Schedule) -> None:
     """To whom the ranks are given makes no difference where all wait for all."""
-    if schedule.name not in ("allreduce", "sasgd", "diloco") or schedule.data != "steps":
+    apart = schedule.data != "steps" or schedule.objective == "still"
+    if schedule.name not in ("allreduce", "sasgd", "diloco") or apart:
         return
     calm = schedule.but(faults=(), bad_rank=None, bad_steps=(), checkpoint_steps=None)
     mirrored = calm.but(mirrored=True, factors=_of_each(calm)[::-1])

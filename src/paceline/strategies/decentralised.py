@@ -90,7 +90,7 @@ class Decentralised(Strategy):
 
     def partners(self) -> Sequence[int]:
         """The workers to meet with now, this one included: not those that are stopped."""
-        live, stopped = self.live_workers(), self.comm.stopped()
+        live, stopped = self.live_workers(), self.comm.stopped() - {self.comm.rank}
         return [rank for rank in live if rank not in stopped] if stopped else live
 
     def take_mean(self, x: Tensor, trained: bool) -> None:

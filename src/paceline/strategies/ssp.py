@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.options import at_least
-from paceline.strategies.served import GradientServed, Request
+from paceline.strategies.served import ABSENT, GradientServed, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +100,8 @@ class SSP(GradientServed):
         self.waiting: set[int] = set()
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        if request.join:
+            self.marks[src] = ABSENT  # it may be there from an earlier life
         self.marks[src] = self._slowest() if request.join else self.marks[src] + 1
         self.apply(request, vector, settings)
         if request.last:
