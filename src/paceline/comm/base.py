@@ -157,8 +157,11 @@ class Transport(ABC):
     meets: bool = False
     """Whether this world has meetings."""
 
-    def call(self, step: int, stop: bool) -> None:
-        """Call all members to a meeting: workers, after their first step from ``step`` on."""
+    def call(self, step: int, stop: bool, over: int) -> None:
+        """Call all members to a meeting: workers, after their first step from ``step`` on.
+
+        Meetings up to the number ``over`` are given up, if they are not held by now.
+        """
         raise UsageError(f"{type(self).__name__} has no meetings")
 
     def called(self) -> Call:

@@ -66,10 +66,15 @@ class Meeting:
                 transport.check()
                 gone = any(self._is_over(rank, life) for rank, life in enumerate(lives) if life)
                 if (gone or self._is_given_up(number)) and words[self._place(member)] < number:
-                    words.announce(self._start + 4, number)
+                    self.give_up(number)
                     return False
                 watch.keep_patience([member])
         return words[self._start + 4] < number  # a member may have come, and given it up
+
+    def give_up(self, number: int) -> None:
+        """Have nobody wait any longer for those who have not come to a meeting, or one before."""
+        words = self._transport.words
+        words.announce(self._start + 4, max(words[self._start + 4], number))
 
     def _is_over(self, rank: int, life: int) -> bool:
         transport = self._transport

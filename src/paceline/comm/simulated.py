@@ -643,10 +643,12 @@ class SimulatedTransport(Transport):
 
     meets = True
 
-    def call(self, step: int, stop: bool) -> None:
+    def call(self, step: int, stop: bool, over: int) -> None:
         world, alive = self.world, self.world.alive()
         lives = tuple(self.life(rank) if rank in alive else 0 for rank in range(self.size))
         world.call = Call(world.call.number + 1, step, stop, lives)
+        world.given_up = max(world.given_up, over)
+        world.look_again()
 
     def called(self) -> Call:
         return self.world.call

@@ -231,13 +231,13 @@ class Layered(Strategy):
 
     def _successor(self, communicator: int) -> int:
         """The next communicator that is there; when none is, who follows the last one."""
+        if not self.comm.elastic:
+            raise PeerLost(communicator, "the wait for the mean gradient", "it is gone", 0.0)
         alive = [rank for rank in self.comm.alive() if rank >= self.workers]
         for rank in [rank for rank in alive if rank > communicator] or alive:
             if rank != communicator or self.comm.life(rank) > self._life:
                 break
         else:
-            if not self.comm.elastic:
-                raise PeerLost(communicator, "the wait for the mean gradient", "it is gone", 0.0)
             try:
                 rank = communicator
                 self.comm.await_return(rank, self._life)
