@@ -48,6 +48,14 @@ def test_what_is_not_as_it_has_to_be_is_told():
     assert any("seconds without a step" in failure for failure in finding.failures)
 
 
+def test_a_figure_that_is_known_not_to_be_reached_is_told_with_its_reason():
+    scenario = replace(find_scenario("kill"), **SHORT, expect=Expect(lost=1, throughput=1e9))
+    assert not conduct("kill", scenario, "gossip", virtual=True).passed
+    known = replace(scenario, unreached={"gossip throughput": "nobody is that fast"})
+    finding = conduct("kill", known, "gossip", virtual=True)
+    assert finding.passed and finding.happened.endswith("nobody is that fast")
+
+
 def trace(folder, *records):
     lines = [
         json.dumps({"t": t, "rank": rank, "event": event, **more}) + "\n"

@@ -134,17 +134,17 @@ def _faults(finding: Finding, scenario: Scenario, virtual: bool, seeds: int) -> 
             for seed in range(seeds, ENOUGH_SEEDS):  # one run alone may be bad by chance
                 disturb(seed)
             if not _is_as_good(finding, scenario, found, virtual):
-                finding.failures.append(_worse(finding))
+                _miss(finding, scenario, "accuracy", _worse(finding))
     except PacelineError as error:
         finding.failures.append(f"the run ended: {str(error).splitlines()[0]}")
         return
     finding.look = worst(looks)
     _most(finding, "seconds to notice", finding.look.notice_s, expect.notice_s)
     _most(finding, "seconds without a step", finding.look.gap_s, limit_s)
-    if (reason := scenario.unreached.get(finding.method)) is not None:
-        finding.happened += f"; throughput not reached: {reason}"
-    elif not method.synchronous:
-        _least(finding, "of the throughput", finding.look.throughput, expect.throughput)
+    reached, least = finding.look.throughput, expect.throughput
+    if not method.synchronous and reached is not None and least is not None and reached < least:
+        told = f"{reached:.2f} of the throughput, less than {least}"
+        _miss(finding, scenario, "throughput", told)
 
 
 def _for(method: str, scenario: Scenario) -> list[Fault]:
@@ -200,6 +200,15 @@ def _is_as_good(
     spread = statistics.stdev(found) if len(found) > 1 else deviation
     error = math.sqrt(deviation**2 / len(others) + spread**2 / len(found))
     return finding.accuracy >= mean - max(3 * error, LEAST_DIFFERENCE)
+
+
+def _miss(finding: Finding, scenario: Scenario, what: str, told: str) -> None:
+    """Note that a figure is not reached: as a failure, unless it is known why."""
+    reason = scenario.unreached.get(f"{finding.method} {what}")
+    if reason is None:
+        finding.failures.append(told)
+    else:
+        finding.happened += f"; {told}: {reason}"
 
 
 def _worse(finding: Finding) -> str:

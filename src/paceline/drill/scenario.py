@@ -102,7 +102,7 @@ class Scenario:
         poisoned: a worker whose gradients are not finite, from its step 100 on.
         lives: which life each of these ranks has to begin before the run may end.
         expect: what has to come of it.
-        unreached: the methods that do not reach the expected throughput, each with the reason.
+        unreached: why a method does not reach a figure, by ``METHOD throughput`` or ``accuracy``.
     """
 
     about: str
