@@ -135,8 +135,10 @@ class Means(Observer):
 
     def ended(self) -> None:
         """All who went on after an exchange had a part in it; of the others, any number had."""
-        for number, after in self._after.items():
-            parts, (rank, x) = self._parts[number], next(iter(after.items()))
+        for number, every in self._after.items():
+            parts = self._parts[number]
+            after = {rank: x for rank, x in every.items() if parts[rank].weight} or every
+            rank, x = next(iter(after.items()))
             right = (close(x, m) for m in _means(parts, after))
             self.scene.check(
                 any(right),

@@ -40,7 +40,7 @@ class AtRest(Observer):
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
         if worker.rank not in self._began:
             self._began[worker.rank] = x.clone()
-            if self.scene.life(worker.rank) == 1:
+            if self.scene.life(worker.rank) == 1 and not worker._transport.late:
                 self._common = x - self.schedule.place_of(worker.rank)
         inner(x, g)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.guard import norm
 from paceline.options import at_least
@@ -103,9 +103,14 @@ class ADPSGD(Decentralised):
             self._attend(x)
         self.take_mean(x, self.steps > 0)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._forget_lost(self.comm.alive())
+        return super().state_dict()
+
     def resumed(self) -> None:
-        """All lives have begun anew."""
-        self.open = dict.fromkeys(self.open, 1)
+        """All lives have begun anew; to who was not saved, nothing is offered any more."""
+        there = self.comm.starters()
+        self.open = {peer: 1 for peer in self.open if peer in there}
 
     def _count_open(self, workers: Comm) -> int:
         if workers.size == 1:  # nobody waits with it until its offers are answered

@@ -58,7 +58,8 @@ class Decentralised(Strategy):
         self.comm.group(self.comm.starters()).barrier()  # from here on all have something to read
 
     def join(self, x: Tensor) -> None:
-        for peer in self.partners():
+        stopped = self.comm.stopped()  # whose models are old, but better than none
+        for peer in sorted(self.live_workers(), key=lambda peer: peer in stopped):
             if peer == self.comm.rank:
                 continue
             seen = self.comm.peek(peer, self.like(x))

@@ -35,6 +35,8 @@ ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
 REQUEST, REPLY = 1, 2
 ABSENT = -1.0
 DROPPED = -1.0
+LIFE = 1 << 20
+"""What the numbers of requests begin with, times the life of their worker."""
 KEPT_EVERY = 16
 """Updates after which a server keeps the buffers of its optimizer for a successor."""
 
@@ -216,6 +218,8 @@ class Served(Strategy):
         return reply
 
     def join(self, x: Tensor) -> None:
+        if not any(self.asked):  # what an earlier life has asked, a successor may still know
+            self.asked = [LIFE * self.comm.life(self.comm.rank)] * self.shards
         try:
             self.exchange(x, x, batches=0, join=1)
         except PeerLost:
@@ -346,7 +350,7 @@ class Served(Strategy):
             if request.number <= known and not request.join:
                 self.repeat(src)
                 continue
-            if not request.join:
+            if not request.join and round(request.number) // LIFE == known // LIFE:
                 self.missed += round(request.number) - known - 1
             self.done[src] = request.number
             request = self._judged(src, request, parcel.vector)
