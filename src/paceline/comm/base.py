@@ -130,8 +130,8 @@ class Transport(ABC):
         """Begin another life, after the others have gone on without this rank."""
         raise UsageError(f"{type(self).__name__} does not take a rank back")
 
-    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
-        """What an earlier life of this rank last published, and its version."""
+    def inherited(self, like: Tensor, rank: int) -> tuple[int, Tensor] | None:
+        """What ``rank``, in whichever life, last published, and its version."""
         return None
 
     def keep(self, x: Tensor) -> None:  # noqa: B027 - likewise
@@ -481,9 +481,9 @@ class Comm:
         if not self.transport.await_change(CHANGE_S):
             raise PeerLost(self.members, "joining", "nobody is left", CHANGE_S) from error
 
-    def inherited(self, like: Tensor) -> Tensor | None:
-        """What an earlier life of this rank has published last; None where there was none."""
-        left = self.transport.inherited(_vector(like))
+    def inherited(self, like: Tensor, rank: int) -> Tensor | None:
+        """What ``rank`` has published last, if need be in an earlier life; None: nothing ever."""
+        left = self.transport.inherited(_vector(like), self.members[rank])
         return None if left is None else left[1]
 
     def keep(self, x: Tensor) -> None:

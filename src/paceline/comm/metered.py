@@ -147,8 +147,8 @@ class MeteredTransport(Transport):
         self.inner.rejoin()
         self.note("rejoin", life=self.life(self.rank))
 
-    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
-        return self.inner.inherited(like)
+    def inherited(self, like: Tensor, rank: int) -> tuple[int, Tensor] | None:
+        return self.inner.inherited(like, rank)
 
     def keep(self, x: Tensor) -> None:
         self.inner.keep(x)

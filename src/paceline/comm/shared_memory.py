@@ -652,8 +652,8 @@ class SharedMemoryTransport(Transport):
             return None
         return self._read_window(src, like)
 
-    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
-        return self._read_window(self.rank, like)
+    def inherited(self, like: Tensor, rank: int) -> tuple[int, Tensor] | None:
+        return self._read_window(rank, like)
 
     def kept(self) -> Tensor | None:
         left = self._read_window(self.rank, None, kept=True)

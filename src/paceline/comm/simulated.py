@@ -600,8 +600,8 @@ class SimulatedTransport(Transport):
         self.world.enter(self.rank)
         self.late = True
 
-    def inherited(self, like: Tensor) -> tuple[int, Tensor] | None:
-        window = self.world.windows[self.rank]
+    def inherited(self, like: Tensor, rank: int) -> tuple[int, Tensor] | None:
+        window = self.world.windows[rank]
         return None if window is None else (window[0], window[1].clone())
 
     def keep(self, x: Tensor) -> None:

@@ -268,10 +268,12 @@ class Layered(Strategy):
     def succeed(self, x: Tensor) -> dict[str, Any]:
         """Follow a lost communicator, if it was the only one; otherwise others have its group."""
         self._lay_out(x)
-        like = Parcel.empty(self._numbers, self._mean)
-        self._last = self.comm.inherited(like.buffer)
-        if self._last is not None:
-            self._round = 1 + round(float(Parcel(self._last, self._numbers, x.dtype).numbers[0]))
+        for rank in range(self.workers, self.comm.size):  # of whom all may have been lost in turn
+            like = Parcel.empty(self._numbers, self._mean)
+            left = self.comm.inherited(like.buffer, rank)
+            number = -1 if left is None else float(Parcel(left, self._numbers, x.dtype).numbers[0])
+            if round(number) >= self._round:
+                self._last, self._round = left, 1 + round(number)
         self._peers = {rank for rank in self.comm.alive() if rank >= self.workers}
         alone = self._peers == {self.comm.rank}
         self._members = set(self.live_workers()) if alone else set()

@@ -294,7 +294,7 @@ class Served(Strategy):
     def succeed(self, x: Tensor) -> dict[str, Any]:
         """Go on with what the lost server last published, and the optimizer as it last kept it."""
         self._open_shop(x)
-        left = self.comm.inherited(self.window)
+        left = self.comm.inherited(self.window, self.comm.rank)
         if left is None:
             raise PeerLost(self.comm.rank, "the start of a server", "it left nothing", 0.0)
         self.window.copy_(left)
