@@ -38,6 +38,10 @@ SITES = [
     "stopped",
     "run again",
     "run slowly",
+    "dropped",
+    "set_aside",
+    "checkpoint looked at",
+    "resumed",
 ]
 
 

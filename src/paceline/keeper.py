@@ -3,7 +3,10 @@
 All ranks stand still together when a checkpoint is made. The first worker decides when; workers
 come when the body of their loop is through, as the next batch is asked for, and then have the
 others come, servers and communicators. Nobody is in the middle of anything then, so that what each
-rank holds, together with the messages that wait for it, is all there is of the run.
+rank holds, together with the messages that wait for it, is all there is of the run. Those who are
+called meet, each in the life that it was called in; when one of these is over, the meeting is given
+up. Who is not called, as it was lost or comes late, has no part in the checkpoint: it joins the run
+that goes on from it.
 
 A run that takes up a checkpoint runs ``train`` from its top. Until it comes to where the checkpoint
 was made it only catches up: loaders give one batch of each epoch that was over, and steps are not

@@ -362,7 +362,7 @@ class Comm:
     def recv_or_loss(self, like: Tensor, tag: int = 0) -> tuple[int, Tensor | None]:
         """As :meth:`recv_any`; and once for each rank that died or left, ``(rank, None)``.
 
-        What a rank sent before it went comes first.
+        What a rank sent before it went comes first, and what it says in its next life afterwards.
         """
         if (rank := self._unheard_loss()) is not None:
             return self.members.places[rank], None

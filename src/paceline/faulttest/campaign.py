@@ -81,7 +81,7 @@ def try_seeds(job: str) -> str:
     failures = []
     for seed in range(first, first + count):
         outcome, failure = try_one(draw(method, seed), seed)
-        sites.update(outcome.keys())
+        sites.update((+outcome).keys())  # what has happened, and not what was only counted
         failures += [vars(failure)] if failure else []
     return json.dumps({"sites": sites, "failures": failures})
 

@@ -105,7 +105,7 @@ def _run_on(schedule: Schedule, outcome: Outcome) -> None:
     if whole.violation is not None:
         raise whole.violation
     rest = run_on(saved, whole.images[0])
-    outcome.sites.update({"resumed": 1} if rest.sites["resumed"] else {})
+    outcome.sites["resumed"] += rest.sites["resumed"]
     if rest.violation is not None:
         raise rest.violation
     if rest.seconds != whole.seconds or not _equal(rest.ends, whole.ends):
@@ -127,7 +127,7 @@ def _run_on_after_losses(schedule: Schedule, outcome: Outcome) -> None:
         rest = run_on(saved.but(faults=()), image)
         if rest.violation is not None:
             raise rest.violation
-        outcome.sites.update({"resumed after losses": 1} if rest.sites["joined"] else {})
+        outcome.sites["resumed after losses"] += rest.sites["joined"]
 
 
 def _run_mirrored(schedule: Schedule) -> None:

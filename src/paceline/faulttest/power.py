@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 
 from paceline.checkpoint.disk import Disk
 from paceline.checkpoint.states import load_state
@@ -87,6 +86,9 @@ class Shelf:
     Args:
         schedule: the run.
         image: what is there already; the run goes on from it.
+
+    Attributes:
+        made: for each image of the disk, the step of the last checkpoint that was complete by then.
     """
 
     def __init__(self, schedule: Schedule, image: Image | None = None) -> None:
@@ -105,12 +107,7 @@ class Shelf:
     def __enter__(self) -> Shelf:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._folder.cleanup()
 
     def keeper(self) -> Keeper:
