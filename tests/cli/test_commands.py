@@ -62,9 +62,7 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_simulated_run_learns(strategy, outcome):
-    epochs = EPOCHS.get(strategy, 6)
-    line = ["sim", "-s", strategy, "-w", 16, "--model", "mlp", "--epochs", epochs, "--seed", 5]
-    told = outcome(*line)
+    told = outcome("sim", "-s", strategy, "-w", 8, "--model", "mlp", "--epochs", 6, "--seed", 5)
     assert set(told) >= set(RESULT_KEYS)
     assert told["accuracy"] > 0.75
     assert told["virtual_seconds"] > 0

@@ -58,7 +58,7 @@ def train_through_losses(
     until_lost: bool = False,
     pids: str | None = None,
 ) -> None:
-    """Log who took which samples; go on, if asked to, until a rank is lost, or has come again.
+    """Log who took which samples; wait, if asked to, for a loss, or go on until one has come again.
 
     With a folder for ``pids``, rank 0 kills the first rank that is no worker at its fourth step.
     """
@@ -71,23 +71,26 @@ def train_through_losses(
     loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
     batches = worker.setup_dataloaders(loader)
     epoch = steps = 0
-    while (
-        epoch < epochs
-        or worker.comm.life(whose) < until_life
-        or (until_lost and whose not in worker.comm.lost())
-    ):
+    while epoch < epochs or (until_life and not has_come(worker.comm, whose, until_life)):
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()
             sgd.step()
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
+            while until_lost and steps == 4 and whose not in worker.comm.lost():
+                time.sleep(0.001)  # so that the epoch lasts until then
             if pids is not None and worker.rank == 0 and steps == 4:
                 os.kill(int(Path(pids, str(worker.size)).read_text()), signal.SIGKILL)
         epoch += 1
     worker.finish()
     answer = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     worker.log(answer=answer.numpy().tobytes().hex())
+
+
+def has_come(comm: pl.Comm, rank: int, life: int) -> bool:
+    """Whether ``rank`` is, or was, a member in this life; one that is about to join is none."""
+    return comm.life(rank) >= life and (rank in comm.alive() or rank in comm.left())
 
 
 def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
