@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from os.path import dirname
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,42 +42,48 @@ class FragileDisk(Disk):
         self.root = root
         self.images: list[Image] = []
         self.on_image: Callable[[], None] = lambda: None
-        self._nodes: dict[Path, list[bytes]] = {}
-        self._names: dict[Path, list[bytes]] = {}
+        self._nodes: dict[str, list[bytes]] = {}
+        self._names: dict[str, list[bytes]] = {}
         for path in root.rglob("*"):
             if path.is_file():
-                self._nodes[path] = self._names[path] = [path.read_bytes()] * 2
+                name = self._name(path)
+                self._nodes[name] = self._names[name] = [path.read_bytes()] * 2
         self._note()
 
     def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
         super().write(path, content, on_half)
-        self._nodes[path] = [content, content[: len(content) // 2]]
+        self._nodes[self._name(path)] = [content, content[: len(content) // 2]]
         self._note()
 
     def flush(self, path: Path) -> None:
-        if path in self._nodes:
-            self._nodes[path][1] = self._nodes[path][0]
+        name = self._name(path)
+        if name in self._nodes:
+            self._nodes[name][1] = self._nodes[name][0]
         else:
-            gone = [p for p in self._names if p.parent == path and p not in self._nodes]
-            for name in gone:
-                del self._names[name]
-            self._names |= {p: node for p, node in self._nodes.items() if p.parent == path}
+            for gone in [n for n in self._names if dirname(n) == name and n not in self._nodes]:
+                del self._names[gone]
+            self._names |= {n: node for n, node in self._nodes.items() if dirname(n) == name}
         self._note()
 
     def rename(self, path: Path, target: Path) -> None:
         super().rename(path, target)
-        self._nodes[target] = self._nodes.pop(path)
+        self._nodes[self._name(target)] = self._nodes.pop(self._name(path))
         self._note()
 
     def remove(self, path: Path) -> None:
         super().remove(path)
-        for name in [p for p in self._nodes if p == path or path in p.parents]:
-            del self._nodes[name]
+        name = self._name(path)
+        for gone in [n for n in self._nodes if n == name or n.startswith(f"{name}/")]:
+            del self._nodes[gone]
         self._note()
+
+    def _name(self, path: Path) -> str:
+        """Of a path below the root: its name from there."""
+        return str(path)[len(str(self.root)) + 1 :]
 
     def _note(self) -> None:
         for names in (self._names, self._nodes):
-            self.images.append({str(p.relative_to(self.root)): n[1] for p, n in names.items()})
+            self.images.append({name: node[1] for name, node in names.items()})
             self.on_image()
 
 

@@ -193,9 +193,14 @@ class Layered(Strategy):
         while True:
             message = self._mean_from_communicator()
             if message is None:
-                self._communicator = self._successor(self._communicator)
-                self._post()
-                continue
+                try:
+                    self._communicator = self._successor(self._communicator)
+                    self._post()
+                    continue
+                except PeerLost:  # all of them may have come to their end with this round
+                    message = self._published()
+                    if message is None or self._number(message) != self.rounds - 1:
+                        raise
             parcel = Parcel(message, self._numbers, self._mean.dtype)
             number, total, overflow, *present = parcel.numbers.tolist()
             if round(number) == self.rounds - 1:
@@ -248,6 +253,16 @@ class Layered(Strategy):
         self._life = self.comm.life(rank)
         return rank
 
+    def _published(self) -> Tensor | None:
+        """The mean of the latest round that any communicator has left, in whichever life."""
+        like = Parcel.empty(self._numbers, self._mean).buffer
+        left = [self.comm.inherited(like, rank) for rank in range(self.workers, self.comm.size)]
+        return max((each for each in left if each is not None), key=self._number, default=None)
+
+    def _number(self, message: Tensor) -> int:
+        """The round of a message."""
+        return round(float(Parcel(message, self._numbers, self._mean.dtype).numbers[0]))
+
     def summon(self, rank: int, number: int, stop: bool) -> None:
         head, nothing = Head(SUMMONS, number, stop), [0.0] * len(self.replica.flat.spans)
         self.comm.send(Parcel.of((*head, *nothing), self._mean).buffer, rank, UP)
@@ -268,12 +283,8 @@ class Layered(Strategy):
     def succeed(self, x: Tensor) -> dict[str, Any]:
         """Follow a lost communicator, if it was the only one; otherwise others have its group."""
         self._lay_out(x)
-        for rank in range(self.workers, self.comm.size):  # of whom all may have been lost in turn
-            like = Parcel.empty(self._numbers, self._mean)
-            left = self.comm.inherited(like.buffer, rank)
-            number = -1 if left is None else float(Parcel(left, self._numbers, x.dtype).numbers[0])
-            if round(number) >= self._round:
-                self._last, self._round = left, 1 + round(number)
+        self._last = self._published()
+        self._round = 0 if self._last is None else 1 + self._number(self._last)
         self._peers = {rank for rank in self.comm.alive() if rank >= self.workers}
         alone = self._peers == {self.comm.rank}
         self._members = set(self.live_workers()) if alone else set()
