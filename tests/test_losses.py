@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from support import runs
 from support.worlds import on_shared_memory
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.control import DOOR, ask
@@ -48,10 +55,40 @@ def test_the_others_go_on_when_a_worker_dies(strategy):
     assert (result.lost_workers, happened(result, "lost")) == (1, [1])
     assert set(answers(result)) == {0, 2, 3}
     assert len(set(answers(result).values())) == 1
+    assert result.lost_batches == 0
     for epoch in range(2):
         taken = times_taken(result, epoch)
         assert set(taken) == set(range(SAMPLES)), "what the dead one had in hand came not again"
         assert taken.total() == SAMPLES
+
+
+def die_at_the_end(worker, folder):
+    """Of two workers, the second dies with a batch in hand when the first has come to its end."""
+    net = runs.new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+    loader = DataLoader(TensorDataset(torch.randn(40, 6)), batch_size=4)
+    in_hand, at_its_end = Path(folder, "in hand"), Path(folder, "at its end")
+    for (inputs,) in worker.setup_dataloaders(loader):
+        if worker.rank == 1:
+            in_hand.touch()
+            wait_for(at_its_end)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(in_hand)
+        net(inputs).square().mean().backward()
+        sgd.step()
+    at_its_end.touch()
+
+
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour"])
+def test_a_batch_that_nobody_is_left_to_take_again_is_told(strategy, tmp_path):
+    how = {"workers": 2, "strategy": strategy, "arguments": {"folder": str(tmp_path)}}
+    result = pl.launch(die_at_the_end, **how)
+    assert (result.lost_workers, result.lost_batches, result.samples) == (1, 1, 36)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour"])

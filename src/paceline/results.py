@@ -47,6 +47,7 @@ class Summary:
     epoch_samples: int | None = None
     dropped: int = 0
     set_aside: bool = False
+    batches_lost: int = 0
     stale_ages: list[tuple[int, int]] = field(default_factory=list)
     history: list[Row] = field(default_factory=list)
 
@@ -75,6 +76,7 @@ class Summary:
             samples_per_s=_rate_of(worker),
             dropped=_dropped_by(worker),
             set_aside=worker.set_aside,
+            batches_lost=worker.comm.transport.batches_lost(),
             **_staleness_of(worker),
         )
 
@@ -162,6 +164,8 @@ class Result:
         events: what happened to ranks and when: ``lost``, ``restarted``, ``joined``, ``rejoined``
             (it was left behind), ``succeeded`` (a server that follows another), ``dropped`` (an
             update that was not finite, or exploded), ``large``, ``set_aside`` (its sender).
+        lost_batches: those that lost workers had in hand, and nobody has drawn again: the others
+            were in a later epoch, or at their end.
         dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
         diverged: whether every worker that came to the end had been set aside.
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
@@ -188,6 +192,7 @@ class Result:
     trace_hash: str | None
     lost_workers: int
     joined_workers: int
+    lost_batches: int = 0
     dropped_updates: int = 0
     diverged: bool = False
     out: str | None
@@ -282,6 +287,7 @@ class RunBook:
     ) -> Result:
         """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
         mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
+        last = max(mine, key=lambda s: s.last_step_s, default=None)
         consensus = [s.consensus for s in mine if s.consensus is not None]
         rates = [s.samples_per_s for s in mine if s.samples_per_s is not None]
         counted = sum(s.stale_count for s in mine)
@@ -308,6 +314,7 @@ class RunBook:
             startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
+            lost_batches=round(last.batches_lost) if last is not None else 0,
             dropped_updates=round(sum(summary.dropped for summary in summaries)),
             diverged=bool(mine) and all(summary.set_aside for summary in mine),
             wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,

@@ -23,6 +23,7 @@ RESULT_KEYS = [
     "as_model",
     "lost_workers",
     "joined_workers",
+    "lost_batches",
     "dropped_updates",
     "diverged",
     "checkpoint",

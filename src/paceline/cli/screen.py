@@ -211,6 +211,8 @@ def show_result(
     facts["waiting"] = f"{result.wait_share:.1%} of the time"
     if result.lost_workers:
         facts["lost workers"] = str(result.lost_workers)
+    if result.lost_batches:
+        facts["lost batches"] = str(result.lost_batches)
     if result.dropped_updates:
         facts["dropped updates"] = str(result.dropped_updates)
     if result.out is not None:

@@ -152,6 +152,10 @@ class Transport(ABC):
     def done_with(self, queue: int, epoch: int, number: int) -> None:  # noqa: B027 - likewise
         """Say that a batch has been made use of: it is not to be given out again."""
 
+    def batches_lost(self) -> int:
+        """How many batches were taken back from lost ranks, and not drawn again."""
+        return 0
+
     # Meetings, in which all ranks stand still at once: for checkpoints.
 
     meets: bool = False

@@ -167,6 +167,9 @@ class MeteredTransport(Transport):
     def done_with(self, queue: int, epoch: int, number: int) -> None:
         self.inner.done_with(queue, epoch, number)
 
+    def batches_lost(self) -> int:
+        return self.inner.batches_lost()
+
     # Meetings ------------------------------------------------------------------------------------
 
     @property

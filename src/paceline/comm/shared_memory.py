@@ -747,6 +747,10 @@ class SharedMemoryTransport(Transport):
     def done_with(self, queue: int, epoch: int, number: int) -> None:
         self._replace(self.layout.in_hand(self.rank), MAX_IN_HAND, _batch(queue, epoch, number), 0)
 
+    def batches_lost(self) -> int:
+        self._look_round()
+        return sum(map(bool, self.words.read(self.layout.returned, MAX_RETURNED)))
+
     def _draw_again(self, queue: int, epoch: int) -> int | None:
         """A batch of this epoch that was taken back."""
         first = _batch(queue, epoch, 0)

@@ -990,6 +990,9 @@ class SimulatedTransport(Transport):
     def done_with(self, queue: int, epoch: int, number: int) -> None:
         self.world.in_hand[self.rank].discard((queue, epoch, number))
 
+    def batches_lost(self) -> int:
+        return len(self.world.returned)
+
     def now(self) -> float:
         return self._calendar.now_s + self._owed_s
 

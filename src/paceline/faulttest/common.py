@@ -165,6 +165,11 @@ class Batches(Observer):
                 "batches",
                 f"{batch} was given to rank {holder[0]}, which lives, and was not used",
             )
+            self.scene.check(
+                batch in self._done or batch in self.world.returned,
+                "batches",
+                f"{batch} was not used, and is not among those that are told as lost",
+            )
         for epoch in range(EPOCHS if self._holder else 0):
             numbers = sorted(number for _, e, number in self._holder if e == epoch)
             self.scene.check(
