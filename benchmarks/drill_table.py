@@ -30,7 +30,7 @@ def line(finding: dict[str, Any]) -> str:
         "" if look["gap_s"] is None else f"{look['gap_s']:.2f} s",
         "" if look["throughput"] is None else f"{look['throughput']:.2f}",
         accuracy(finding),
-        "passed" if finding["passed"] else "; ".join(finding["failures"]),
+        finding["outcome"],
     ]
     return f"| {' | '.join(cells)} |"
 

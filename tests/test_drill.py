@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import paceline as pl
+from paceline.cli.drill import choose
 from paceline.drill.conduct import conduct
 from paceline.drill.leftovers import Leftovers
 from paceline.drill.look import Look, look_at, worst
@@ -23,6 +24,19 @@ def test_every_case_loads_and_names_methods_that_there_are():
     for scenario in scenarios.values():
         assert scenario.about and scenario.ids
         assert all(make_strategy(method) for method in scenario.methods)
+
+
+def test_a_case_that_is_not_for_virtual_time_is_left_out_or_refused():
+    assert {name for name, _, _ in choose([], [], False, True)} < set(load_scenarios())
+    with pytest.raises(pl.UsageError, match="case interrupt cannot be simulated: leave out --sim"):
+        choose(["interrupt"], [], False, True)
+
+
+def test_a_disk_that_cannot_be_had_is_not_said_to_be_full(monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    finding = conduct("disk", find_scenario("disk"), "allreduce")
+    assert not finding.passed and not finding.failures
+    assert finding.outcome == "not tried: a small disk needs root and unshare"
 
 
 def test_a_case_that_is_none_is_refused_with_the_next_best():
@@ -53,7 +67,7 @@ def test_a_figure_that_is_known_not_to_be_reached_is_told_with_its_reason():
     assert not conduct("kill", scenario, "gossip", virtual=True).passed
     known = replace(scenario, unreached={"gossip throughput": "nobody is that fast"})
     finding = conduct("kill", known, "gossip", virtual=True)
-    assert finding.passed and finding.happened.endswith("nobody is that fast")
+    assert finding.passed and finding.outcome.endswith("nobody is that fast")
 
 
 def trace(folder, *records):

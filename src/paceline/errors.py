@@ -70,7 +70,7 @@ class CommTimeout(CommError):
         who = name_ranks(self.ranks)
         super().__init__(
             f"waited {waited_s:.0f} s in {op} for {who}, alive but not there"
-            " (progress_limit_s sets the limit)"
+            " (the limit is that of pl.Limits(progress_limit_s=...))"
         )
 
     @property

@@ -39,6 +39,8 @@ class Losses:
                 " and takes no worker in mid-run"
             )
         self.on_loss = on_loss or ("stop" if strategy.synchronous else "continue")
+        if max_restarts and not self.goes_on:
+            raise UsageError(f"max_restarts ({max_restarts}) must be 0 where a loss ends the run")
         self.workers, self.max_restarts = workers, max_restarts
         self._synchronous = strategy.synchronous
         self._restarted: Counter[int] = Counter()

@@ -92,8 +92,8 @@ class Saving:
 
     def _in_the_way(self) -> UsageError:
         return UsageError(
-            f"out ({self.folder.parent}) holds checkpoints of an earlier run: resume it, or choose"
-            " another folder"
+            f"out ({self.folder.parent}) holds checkpoints of an earlier run: go on from them with"
+            " --resume (resume=True), or choose another folder"
         )
 
     @property
@@ -170,4 +170,7 @@ class Saving:
         """Where a run that was told to end can be taken up."""
         if self.last is None:
             return f"no checkpoint could be made: {self.error}"
-        return f"its checkpoint of step {self.last} is in {self.folder}: resume it from there"
+        return (
+            f"its checkpoint of step {self.last} is saved: go on from it with --out"
+            f" {self.folder.parent} --resume (resume=True)"
+        )

@@ -272,7 +272,7 @@ def test_another_run_is_refused(change, told, tmp_path):
 def test_checkpoints_are_not_overwritten_by_mistake(tmp_path):
     train, how = broken(tmp_path)
     for steps in (4, None):
-        with pytest.raises(pl.UsageError, match="holds checkpoints of an earlier run: resume it"):
+        with pytest.raises(pl.UsageError, match="of an earlier run: go on from them with --resume"):
             train.run(tmp_path, **{**how, "checkpoint_steps": steps})
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
 
@@ -382,6 +382,21 @@ def test_the_weights_of_a_checkpoint_load_into_plain_pytorch(tmp_path):
     before = net[0].weight.clone()
     net.load_state_dict(read_weights(folder))
     assert not torch.equal(net[0].weight, before)
+
+
+def test_the_weights_of_a_checkpoint_without_the_first_rank_load_too(tmp_path):
+    kill = pl.kill(rank=0).at(step=5)
+    pl.simulate(
+        train, workers=3, strategy="gossip", faults=[kill], out=tmp_path, checkpoint_steps=6
+    )
+    folder = tmp_path / "checkpoints" / (tmp_path / "checkpoints" / "latest").read_text().strip()
+    assert not (folder / "rank0.safetensors").exists()
+    network().load_state_dict(read_weights(folder))
+    with (folder / "rank1.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    with pytest.raises(pl.UsageError, match="is not whole"):
+        read_weights(folder)
 
 
 def loaded_from(path):

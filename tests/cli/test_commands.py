@@ -105,6 +105,22 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
     assert [row["as_model"] for row in told.get("rows", [told])] == ["resnet50"]
 
 
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        (["--on-loss", "continue"], "a lost rank ends the run there"),
+        (["--max-restarts", "1"], "a lost rank ends the run there"),
+        (["--fault", "kill(rank=1).at(step=3)"], "a lost rank ends the run there"),
+        (["--checkpoint-steps", "5"], "train can call worker.save there"),
+    ],
+)
+def test_what_a_launcher_decides_is_refused_under_one(option, why, paceline, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = paceline("run", "-s", "gossip", *option, code=2)
+    assert f"{option[0]} must not be given under a launcher: {why}" in done.err
+
+
 def test_torchrun_starts_a_run_too(tmp_path):
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     done = subprocess.run(

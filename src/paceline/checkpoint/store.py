@@ -185,9 +185,14 @@ class Store:
         return name if _NAME.fullmatch(name) else ""
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether this is the folder of a checkpoint."""
-    return (path / _rank_file(0)).is_file()
+def first_rank(path: Path) -> int | None:
+    """The first of those whose state is in a folder, which is then found to be whole; or None.
+
+    One that ``worker.save`` has written has no manifest.
+    """
+    if (path / MANIFEST).is_file():
+        return open_checkpoint(path).ranks[0]
+    return 0 if (path / _rank_file(0)).is_file() else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

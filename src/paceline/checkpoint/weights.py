@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.checkpoint.states import check_header, load_state
-from paceline.checkpoint.store import is_checkpoint
+from paceline.checkpoint.store import first_rank
 from paceline.errors import UsageError
 
 PREFIXES = ("module.", "_orig_mod.")
@@ -18,12 +18,12 @@ PREFIXES = ("module.", "_orig_mod.")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a safetensors file, or those of rank 0 in a checkpoint's folder.
+    """The weights in a safetensors file, or those of the first rank in a checkpoint's folder.
 
     Names are those of the plain module: what wrappers have put before each of them is taken off.
     """
-    if is_checkpoint(path):
-        weights: dict[str, Tensor] = load_state(path, "rank0")["model"]
+    if (rank := first_rank(path)) is not None:
+        weights: dict[str, Tensor] = load_state(path, f"rank{rank}")["model"]
         return plain_names(weights)
     try:
         check_header(path)

@@ -84,12 +84,17 @@ def run(
     device: Device = "cpu",
     join: Annotated[
         Path | None,
-        Option("--join", metavar="RUN", help="Have a worker join the run that writes this folder."),
+        Option(
+            "--join",
+            metavar="RUN",
+            help="Have the run that writes this folder start a worker in the place of a lost one.",
+        ),
     ] = None,
 ) -> None:
     """Train in real processes, of this machine or a launcher."""
     if join is not None:
-        refuse_beside(context, "--join", ("join", "json", "quiet", "verbose"))
+        allowed = ("join", "json", "quiet", "verbose")
+        refuse_beside(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), join)
         return
     job, screen = _job(training, strategy, saves), training.screen()
@@ -121,7 +126,7 @@ def sim(
     screen, place = training.screen(), with_model(load_cluster(cluster), as_model)
     script = risks.script()
     if replay is not None:
-        refuse_beside(context, "--replay", BESIDE_REPLAY)
+        refuse_beside(context, "--replay", BESIDE_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, place, training.out)
         return
     job = _job(training, strategy, saves)
@@ -231,7 +236,8 @@ def drill(
     from paceline.cli import drill as d
 
     at_least("seeds", seeds, 1)
-    d.drill(output.screen(), d.choose(cases or [], strategy or [], full), simulated, seeds)
+    trials = d.choose(cases or [], strategy or [], full, simulated)
+    d.drill(output.screen(), trials, simulated, seeds)
 
 
 @command(app)
@@ -369,7 +375,8 @@ def faulttest(
 
     if replay is not None or corpus is not None:
         chosen = "--replay" if replay is not None else "--corpus"
-        refuse_beside(context, chosen, (chosen[2:], "json", "quiet", "verbose"))
+        allowed = (chosen[2:], "json", "quiet", "verbose")
+        refuse_beside(context, chosen, allowed, "the schedule decides it")
         f.replay(output.screen(), [replay] if replay else f.schedules_in(corpus or Path()))
         return
     f.show_campaign(output.screen(), method or [], seeds, seed)

@@ -7,14 +7,21 @@ from collections.abc import Iterator
 from paceline.cli.screen import Screen
 from paceline.drill.conduct import Finding, conduct
 from paceline.drill.scenario import Scenario, find_scenario, load_scenarios
+from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, make_strategy
 
 
-def choose(cases: list[str], methods: list[str], full: bool) -> list[tuple[str, Scenario, str]]:
+def choose(
+    cases: list[str], methods: list[str], full: bool, virtual: bool
+) -> list[tuple[str, Scenario, str]]:
     """The scenarios and methods to try, in order."""
     chosen = {name: find_scenario(name) for name in cases}
+    for name, case in chosen.items():
+        if virtual and not case.virtual:
+            raise UsageError(f"case {name} cannot be simulated: leave out --sim")
     if not cases:
-        chosen = {name: case for name, case in load_scenarios().items() if full or not case.long}
+        every = {name: case for name, case in load_scenarios().items() if full or not case.long}
+        chosen = {name: case for name, case in every.items() if case.virtual or not virtual}
     return [
         (name, scenario, method)
         for name, scenario in chosen.items()
@@ -45,18 +52,13 @@ def drill(
     """Try them all, say what came of each as it comes, and end with the table."""
     findings = []
     for case, scenario, method in trials:
-        if virtual and not scenario.virtual:
-            continue
         finding = conduct(case, scenario, method, virtual=virtual, seeds=seeds)
         findings.append(finding)
-        outcome = "passed" if finding.passed else "; ".join(finding.failures)
-        screen.say(f"{case}, {method}: {outcome} ({finding.seconds:.0f} s)")
+        screen.say(f"{case}, {method}: {finding.outcome} ({finding.seconds:.0f} s)")
     screen.table(HEADINGS, [row(finding) for finding in findings])
-    failed = [finding for finding in findings if not finding.passed]
-    screen.emit(
-        {"findings": [f.to_json() for f in findings], "passed": len(findings) - len(failed)}
-    )
-    if failed:
+    passed = sum(finding.passed for finding in findings)
+    screen.emit({"findings": [f.to_json() for f in findings], "passed": passed})
+    if any(finding.failures for finding in findings):
         raise SystemExit(1)
 
 
@@ -76,5 +78,5 @@ def row(finding: Finding) -> tuple[str, ...]:
         "" if look.gap_s is None else f"{look.gap_s:.2f} s",
         "" if look.throughput is None else f"{look.throughput:.2f}",
         accuracy,
-        "passed" if finding.passed else "; ".join(finding.failures),
+        finding.outcome,
     )

@@ -157,7 +157,8 @@ class Saves:
         Option("--checkpoint-steps", help="Save the whole run after so many steps of a worker."),
     ] = None
     checkpoint_minutes: Annotated[
-        float | None, Option("--checkpoint-minutes", help="Save it after so many minutes.")
+        float | None,
+        Option("--checkpoint-minutes", help="Save it after so many minutes of the run."),
     ] = None
     keep: Annotated[int, Option("--keep", help="How many checkpoints are kept.")] = 2
     resume: Annotated[
@@ -205,14 +206,14 @@ class Calibrating(Output):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def refuse_beside(context: typer.Context, option: str, allowed: Container[str]) -> None:
+def refuse_beside(context: typer.Context, option: str, allowed: Container[str], why: str) -> None:
     """Refuse what was typed together with ``option`` and is not ``allowed`` beside it."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         typed = source is not None and source.name == "COMMANDLINE"
         if typed and parameter.name not in allowed:
             name = max(parameter.opts, key=len)
-            raise UsageError(f"{name} must not be given with {option}: the recorded run decides it")
+            raise UsageError(f"{name} must not be given with {option}: {why}")
 
 
 def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], None]:

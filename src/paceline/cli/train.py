@@ -55,7 +55,7 @@ class Job:
         one_of("transport", chosen, TRANSPORTS)
         check_device(device)
         if world > 1:
-            _refuse_checkpoints(policy or {})
+            _refuse_under_launcher({**(policy or {}), "fault": faults})
             return self._attend(screen, workers, device)
         folder = choose_out(self.out, f"{strategy_name(self.strategy)}-{count}")
         Nursery.warm_up()
@@ -172,13 +172,15 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
     return Replayed(str(run.path), same, verdict)
 
 
-def _refuse_checkpoints(policy: Mapping[str, Any]) -> None:
-    for name in ("checkpoint_steps", "checkpoint_minutes", "resume"):
-        if policy.get(name):
+def _refuse_under_launcher(asked: Mapping[str, Any]) -> None:
+    lost = "a lost rank ends the run there"
+    why = dict.fromkeys(
+        ("checkpoint_steps", "checkpoint_minutes", "resume"), "train can call worker.save there"
+    )
+    for name, reason in {**why, "on_loss": lost, "max_restarts": lost, "fault": lost}.items():
+        if asked.get(name):
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{option} must not be given under a launcher: train can call worker.save there"
-            )
+            raise UsageError(f"{option} must not be given under a launcher: {reason}")
 
 
 def default_transport() -> str:

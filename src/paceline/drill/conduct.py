@@ -26,6 +26,7 @@ from paceline.drill.saved import (
     kill_while_saving,
     plain_command,
     spoil,
+    why_no_small_disk,
 )
 from paceline.drill.scenario import Scenario
 from paceline.drill.task import train
@@ -60,6 +61,8 @@ class Finding:
         world: ``real`` or ``simulated``.
         happened: in words.
         failures: what was not as it has to be; a case without any has passed.
+        unreached: figures that are known not to be reached, each with the reason.
+        not_tried: why it was not tried here at all.
         look: the figures.
         accuracy: of the run; None where it has none.
         undisturbed: the accuracy of undisturbed runs with other seeds: mean and deviation.
@@ -71,6 +74,8 @@ class Finding:
     world: str
     happened: str = ""
     failures: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+    not_tried: str | None = None
     look: Look = field(default_factory=lambda: Look(None, None, None, None))
     accuracy: float | None = None
     undisturbed: tuple[float, float] | None = None
@@ -78,12 +83,19 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether all was as it has to be."""
-        return not self.failures
+        """Whether it was tried, and all was as it has to be."""
+        return not self.failures and self.not_tried is None
+
+    @property
+    def outcome(self) -> str:
+        """What came of it, in words."""
+        if self.not_tried is not None:
+            return f"not tried: {self.not_tried}"
+        return "; ".join(self.failures or ["passed", *self.unreached])
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {**asdict(self), "passed": self.passed}
+        return {**asdict(self), "passed": self.passed, "outcome": self.outcome}
 
 
 def conduct(
@@ -208,7 +220,7 @@ def _miss(finding: Finding, scenario: Scenario, what: str, told: str) -> None:
     if reason is None:
         finding.failures.append(told)
     else:
-        finding.happened += f"; {told}: {reason}"
+        finding.unreached.append(f"but {told}: {reason}")
 
 
 def _worse(finding: Finding) -> str:
@@ -346,6 +358,9 @@ def _two_runs(finding: Finding, scenario: Scenario, virtual: bool) -> None:
 
 def _saved(finding: Finding, scenario: Scenario, virtual: bool) -> None:
     """A drill of checkpoints."""
+    if scenario.kind == "fill_disk" and (why := why_no_small_disk()):
+        finding.not_tried = why
+        return
     act = _SAVED[scenario.kind]
     finding.happened, found = act(finding.method, scenario.workers, scenario.epochs)
     finding.failures += found

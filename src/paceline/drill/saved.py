@@ -157,10 +157,14 @@ def spoil(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
     return "the one before was taken, the same bits at the end", failures
 
 
+def why_no_small_disk() -> str | None:
+    """Why a disk that is soon full cannot be had here; None where it can."""
+    able = os.geteuid() == 0 and shutil.which("unshare") is not None
+    return None if able else "a small disk needs root and unshare"
+
+
 def fill_disk(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
     """Save on a disk that becomes full: training goes on, and the exit code tells."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return "not tried: a small disk needs root and unshare", []
     with TemporaryDirectory(prefix="paceline-drill-") as name:
         folder = Path(name, "run")
         disk = folder / "checkpoints"

@@ -218,7 +218,10 @@ class Cluster:
             for name, limit in limits.items():
                 value = getattr(fault, name)
                 if value is not None and value >= limit:
-                    raise UsageError(f"{fault.kind}: {name} ({value}) must be below {limit}")
+                    there = f"there are {name}s 0 to {limit - 1}" if limit > 1 else "there is one"
+                    raise UsageError(
+                        f"{fault.kind}: {name} ({value}) must be below {limit}: {there}"
+                    )
 
 
 _MEMORY = Link(latency_s=2e-6, bytes_per_s=4e9)

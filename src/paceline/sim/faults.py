@@ -22,7 +22,7 @@ from paceline.options import above, at_least, build, one_of
 
 KINDS = ("kill", "freeze", "slow", "join", "cut", "degrade")
 LINK_KINDS = ("cut", "degrade")
-EXAMPLE = "kill(rank=2).at(seconds=1)"
+EXAMPLE = "kill(rank=1).at(step=40)"
 
 
 @dataclass(frozen=True, kw_only=True)

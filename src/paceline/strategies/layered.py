@@ -361,6 +361,8 @@ class Layered(Strategy):
                 total = peers.all_reduce(mean, weight, lambda total: FULL / (total % ODD or FULL))
                 if total % BEHIND >= ODD:
                     peers.all_reduce(flags)
+                else:  # nobody lacks anything; of a group without workers, nobody has said so
+                    flags[1:] = float(total % ODD > 0)
                 overflow, *present = flags.tolist()
                 return Head(self._round, total, overflow), present, mean
             except PeerLost as lost:

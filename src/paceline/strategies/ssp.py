@@ -106,8 +106,8 @@ class SSP(GradientServed):
         self.apply(request, vector, settings)
         if request.last:
             self.gone(src)
-        if request.last or request.join:
-            self.publish()  # a successor has to know who takes part
+        if not request.batches:
+            self.publish()  # a successor has to know who takes part, and how far each is
         self.waiting.add(src)
         self._release()
 
