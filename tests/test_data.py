@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 import paceline as pl
 from paceline.data import global_batches, shard_epoch
+from paceline.sim.cluster import Cluster, Compute
 
 
 @settings(max_examples=200)
@@ -252,3 +253,35 @@ def test_what_cannot_be_shared_is_refused(loader, how, message):
 
     with pytest.raises(pl.UsageError, match=message):
         pl.simulate(train, workers=2, cluster="ideal")
+
+
+@pytest.mark.parametrize("ahead", [{}, {"num_workers": 1}])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_a_worker_had_drawn_before_it_was_left_behind_counts_once(ahead, every):
+    """It had batches in hand, and where it makes a step of two, a gradient that was not sent."""
+    taken = []
+
+    def train(worker):
+        net = nn.Linear(1, 1, bias=False)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        loader = worker.setup_dataloaders(DataLoader(numbers(240), batch_size=4, **ahead))
+        mine = []
+        for number, (x,) in enumerate(loader):
+            life = worker.comm.life(worker.rank)
+            mine = [(its, x) for its, x in mine if its == life] + [(life, x)]
+            net(x).sum().backward()
+            if number % every == every - 1:
+                assert net.weight.grad.item() == sum(x.sum() for _, x in mine)
+                sgd.step()
+                if worker.comm.life(worker.rank) == life:
+                    taken.extend(int(i) for _, x in mine for i in x)
+                sgd.zero_grad()
+                mine = []
+        taken.extend(int(i) for _, x in mine for i in x)
+
+    fault, limits = pl.freeze(rank=1, for_s=1.0).at(step=3), pl.Limits(dead_s=0.3)
+    cluster = Cluster(compute=Compute(step_s=0.1))
+    how = {"strategy": "gossip", "cluster": cluster, "faults": [fault], "limits": limits}
+    result = pl.simulate(train, workers=3, **how)
+    assert result.joined_workers == 1
+    assert sorted(taken) == list(range(240))

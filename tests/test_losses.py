@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.control import DOOR, ask
+from paceline.processes import Crew
 
 WORKERS, SAMPLES = 4, 240
 ASYNCHRONOUS = ["gossip", "easgd(interval=2)", "downpour", "cyclic", "adpsgd", "ssp"]
@@ -135,6 +136,65 @@ def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
     assert happened(result, "lost") == happened(result, "restarted") == [2]
     assert happened(result, "joined") == [2]
     assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def die_first(worker, folder, whose):
+    """A rank is killed before its setup, and comes again."""
+    died = Path(folder, "died")
+    if worker.rank == whose and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    runs.train_through_losses(worker, until_life=2, whose=whose)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour", "easgd(interval=2)"])
+def test_a_worker_that_dies_while_all_begin_is_started_again(strategy, tmp_path):
+    how = {"arguments": {"folder": str(tmp_path), "whose": 1}, "max_restarts": 1}
+    result = pl.launch(die_first, workers=WORKERS, strategy=strategy, **how)
+    assert happened(result, "lost") == happened(result, "restarted") == [1]
+    assert happened(result, "joined") == [1]
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def start_where_nothing_is(monkeypatch, rank, times):
+    """Have the first processes of a rank end before they have a place among the others."""
+    start = Crew._start
+
+    def start_there(crew, its):
+        place = {"cwd": "/nowhere"} if its.number == rank and its.starts < times else {}
+        with monkeypatch.context() as patch:
+            for name, value in place.items():
+                patch.setitem(crew._common, name, value)
+            start(crew, its)
+
+    monkeypatch.setattr(Crew, "_start", start_there)
+
+
+def test_a_worker_that_ends_before_it_has_a_place_is_started_as_if_for_the_first_time(monkeypatch):
+    start_where_nothing_is(monkeypatch, rank=1, times=2)
+    result = launch("gossip")
+    assert result.lost_workers == 0 and set(answers(result)) == {0, 1, 2, 3}
+
+
+def test_a_worker_that_never_has_a_place_ends_the_run(monkeypatch):
+    start_where_nothing_is(monkeypatch, rank=1, times=100)
+    with pytest.raises(pl.PeerLost, match="rank 1"):
+        launch("gossip")
+
+
+def test_a_server_that_was_stopped_for_too_long_and_goes_on_is_followed_by_another(tmp_path):
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    how["stop_s"] = 0.8  # for which the others do not wait, and the launcher does
+    result = launch("downpour", limits=pl.Limits(dead_s=0.3), arguments=how)
+    assert happened(result, "succeeded") == [4] and result.lost_workers == 0
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def test_a_server_that_is_lost_too_often_ends_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr("paceline.losses.MOST_SUCCESSORS", 0)
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    with pytest.raises(pl.PeerLost, match="rank 4"):
+        launch("downpour", arguments=how)
 
 
 def test_a_worker_can_be_had_to_join_from_outside(tmp_path):

@@ -334,7 +334,7 @@ class _Map:
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
-        self._taken: deque[tuple[int, int]] = deque()
+        self._taken: deque[tuple[int, int, int]] = deque()
         self._epoch, self._count, self._goes_on = 0, 1, Place()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
@@ -352,8 +352,9 @@ class _Map:
         self._taken.clear()
         batches = self._owner.begin(self._inner)
         for batch in batches:
-            index, samples = self._taken.popleft()
-            yield index, samples, (index + 1) / self._count, batch
+            index, samples, life = self._taken.popleft()
+            if life == self._life:  # those that an earlier life had drawn ahead, others have
+                yield index, samples, (index + 1) / self._count, batch
 
     def plan(self) -> Iterator[list[int]]:
         """The index lists of the present epoch, noted as they are drawn."""
@@ -366,8 +367,13 @@ class _Map:
             mine = self._divided() if self._may_shrink() else batches
             numbered = islice(enumerate(mine), self._goes_on.taken, None)
         for index, batch in numbered:
-            self._taken.append((index, len(batch)))
+            self._taken.append((index, len(batch), self._life))
             yield _as_list(batch)
+
+    @property
+    def _life(self) -> int:
+        worker = self._owner._worker
+        return worker.comm.life(worker.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None when there is none."""
@@ -381,7 +387,7 @@ class _Map:
 
     def ahead(self) -> list[int]:
         """The batches that were drawn and not yielded; what the loader fetches ahead is."""
-        return [index for index, _ in self._taken] if self._owner.sharing == "queue" else []
+        return [index for index, *_ in self._taken] if self._owner.sharing == "queue" else []
 
     def _may_shrink(self) -> bool:
         """Whether workers may be lost on the way whose part of the data the others take over."""

@@ -112,6 +112,10 @@ class LeftBehind(Exception):
     """The others have gone on without this rank, which was stopped for too long: it must rejoin."""
 
 
+class Outlived(BaseException):
+    """Ends a rank that was stopped for too long, and that the others do not take back."""
+
+
 class Served(BaseException):
     """Ends a rank that has nothing left to do: it has served, or has come when all was over."""
 

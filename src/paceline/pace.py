@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.comm.metered import MeteredTransport
-from paceline.errors import LeftBehind, UsageError
+from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.guard import glance, is_sound, norm
 from paceline.history import History
 from paceline.replica import Replica
@@ -66,6 +66,7 @@ class Pace:
         self.steps = self.samples = 0
         self.io_s = 0.0
         self.rejoined = 0
+        self.may_return = True
         self.lr = replica.lrs()[0]
         self.history = History()
         self.first: Mark | None = None
@@ -218,7 +219,13 @@ class Pace:
                 return None
 
     def come_back(self) -> None:
-        """Begin another life, with the state of the others; end, if none of them is left."""
+        """Begin another life, with the state of the others; end, if none of them is left.
+
+        Who cannot, as the others keep step or have another in its place by now, ends itself.
+        """
+        if not self.may_return:
+            raise Outlived
+        self._drawn = 0
         while True:
             try:
                 self._transport.rejoin()

@@ -28,6 +28,7 @@ from paceline.comm.liveness import Processes
 from paceline.control import Door
 from paceline.errors import (
     CommTimeout,
+    Outlived,
     PacelineError,
     PeerLost,
     UsageError,
@@ -35,7 +36,7 @@ from paceline.errors import (
     summary_of,
     user_traceback,
 )
-from paceline.losses import Losses
+from paceline.losses import MOST_SUCCESSORS, Losses
 from paceline.nursery import receive_message, send_message
 from paceline.reference import Reference, find
 from paceline.sim.faults import Fault, rank_of
@@ -156,10 +157,14 @@ class Rank:
     error: Message | None = None
     reason: str | None = None
     signalled: bool = False
+    entered: bool = False
+    seen: bool = False
+    starts: int = 0
 
     def begin(self, pid: int, pipe: int) -> None:
         """Begin with a process, the first one or another."""
         self.pid, self.pipe, self.unread, self.code = pid, pipe, b"", None
+        self.entered, self.starts = False, self.starts + 1
 
     @property
     def running(self) -> bool:
@@ -286,6 +291,8 @@ class Crew:
         self._by_pipe: dict[int, Rank] = {}
         self._door: Door | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
+        self._unready: set[int] = set()
+        self._waiting: list[Rank] = []
 
     # Starting ------------------------------------------------------------------------------------
 
@@ -296,6 +303,7 @@ class Crew:
                 self._later(fault.at_s or 0.0, partial(self._inject, fault))
         for rank in self.ranks:
             if rank.number not in self._common["late"]:
+                self._unready.add(rank.number)
                 self._start(rank)
 
     def open_door(self, folder: Path) -> None:
@@ -308,23 +316,37 @@ class Crew:
             return {"error": "a run is asked to join, and nothing else"}
         if not self._losses.takes_in:
             return {"error": "a synchronous method takes no worker in mid-run"}
-        free = [w for w in self._workers() if not w.running and not w.returned and not w.error]
+        gone = [w for w in self._workers() if not w.running and not w.returned and not w.error]
+        free = [worker for worker in gone if worker not in self._waiting]
         if not free:
             return {"error": f"all {self._losses.workers} places are taken"}
         self._start_again(free[0])
         return {"rank": free[0].number}
 
     def _start_again(self, rank: Rank) -> None:
-        if rank.pipe >= 0:
-            os.close(rank.pipe)
+        """Start a rank that was lost, once those who begin together have done so.
+
+        They wait for each other in what a rank that comes late has no part in.
+        """
+        if self._unready:
+            self._waiting.append(rank)
+            return
         self._start(rank)
-        self._tell("restarted", rank)
+        if rank.starts > 1:
+            self._tell("restarted", rank)
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for rank in waiting:
+            self._start_again(rank)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Have something done so many seconds after the start of the run."""
         self._due.append((self._common["started_s"] + seconds, act))
 
     def _start(self, rank: Rank) -> None:
+        if rank.pipe >= 0:
+            os.close(rank.pipe)
         reader, writer = os.pipe()
         argument = dict(self._arguments[rank.number])
         config = {**self._common, "rank": rank.number, "argument": argument}
@@ -337,7 +359,7 @@ class Crew:
     def _inject(self, fault: Fault) -> None:
         rank = self.ranks[rank_of(fault)]
         if fault.kind == "join":
-            self._start(rank)
+            self._waiting.append(rank)
         elif fault.kind == "kill":
             rank.strike(signal.SIGKILL)
         elif fault.kind == "freeze":
@@ -359,6 +381,8 @@ class Crew:
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
                 self._due.remove((due_s, act))
                 act()
+            if not self._unready:
+                self._start_waiting()
             if failed_s is None and any(self._is_failure(rank) for rank in self.ranks):
                 failed_s = now_s
             if failed_s is not None:
@@ -382,13 +406,17 @@ class Crew:
                 _listen(rank, self._by_pipe, self._hear)
                 rank.code = nursery.ended.pop(rank.pid)
                 self._has_ended(rank)
-            elif rank.running and not self._comes_back(rank):
+            elif rank.running and not (rank.entered and self._comes_back(rank)):
                 self._end_if_stopped(rank)
 
     def _hear(self, rank: int, message: Message) -> None:
         if message["kind"] == "thaw":  # it stopped itself, and asks to be woken
             seconds = time.monotonic() - self._common["started_s"] + message["for_s"]
             self._later(seconds, partial(self.ranks[rank].strike, signal.SIGCONT))
+        elif message["kind"] == "entered":
+            self.ranks[rank].entered = self.ranks[rank].seen = True
+        elif message["kind"] == "ready":
+            self._unready.discard(rank)
         elif self._on_message is not None:
             self._on_message(rank, message)
 
@@ -411,7 +439,12 @@ class Crew:
     def _has_ended(self, rank: Rank) -> None:
         """Note a loss that the run goes on after, and start the rank again if that is allowed."""
         if rank.returned or rank.error is not None or not self._goes_on or rank.signalled:
+            self._unready.discard(rank.number)
             return
+        if not rank.entered and rank.starts <= MOST_SUCCESSORS:  # nobody has seen it yet
+            self._start(rank)
+            return
+        self._unready.discard(rank.number)
         self._tell("lost", rank, reason=_how_ended(rank.code))
         others = any(other.returned or other.running for other in self._workers())
         if others and self._losses is not None and self._losses.restarts(rank.number):
@@ -430,7 +463,12 @@ class Crew:
         """Whether the end of ``rank`` is the end of the run."""
         if not self._goes_on or rank.error is not None:
             return rank.failed
-        return rank.failed and not any(w.returned or w.running for w in self._workers())
+        workers = self._workers()
+        if rank not in workers:  # without one that serves, workers wait
+            needed = any(worker.running for worker in workers) and rank not in self._waiting
+        else:
+            needed = not rank.seen and rank.number not in self._common["late"]
+        return rank.failed and (needed or not any(w.returned or w.running for w in workers))
 
     def _end_rest(self) -> None:
         """When all have ended but who is stopped, end those: there is nobody to come back to."""
@@ -579,10 +617,13 @@ def rank_main(config: Message, fds: list[int]) -> int:
 
         torch.set_num_threads(config["threads"])
         transport = _connect(config, fds[1])
+        channel.send({"kind": "entered"})
         value = find(config["program"])(transport, channel, config["argument"])
         transport.close()
         channel.send({"kind": "value", "value": value})
         return 0
+    except Outlived:  # it is lost, and another may follow it
+        return 1
     except BaseException as error:
         channel.send(_describe(error))
         return getattr(error, "exit_code", 1)

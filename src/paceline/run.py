@@ -185,6 +185,7 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
         report=lambda record: channel.send({"kind": "metric", "record": record}),
         on_progress=lambda record: channel.send({"kind": "progress", "record": record}),
         on_event=lambda record: channel.send({"kind": "event", "record": record}),
+        on_ready=lambda: channel.send({"kind": "ready"}),
         elastic=argument["elastic"],
         keeper=keeper,
     )

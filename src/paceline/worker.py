@@ -62,6 +62,7 @@ class Worker:
         report: Callable[[Metric], None] | None = None,
         on_progress: Callable[[Metric], None] | None = None,
         on_event: Callable[[Metric], None] | None = None,
+        on_ready: Callable[[], None] = lambda: None,
         elastic: bool = False,
         keeper: Keeper | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class Worker:
         self.epoch_samples: int | None = None
         self._transport, self._costs, self._report = transport, costs, report
         self._on_progress, self._told_s = on_progress, 0.0
-        self._on_event = on_event
+        self._on_event, self._on_ready = on_event, on_ready
         self._pace: Pace | None = None
         self._model: nn.Module | None = None
         self._loaders: dict[int, PacedLoader] = {}
@@ -104,22 +105,24 @@ class Worker:
         alone = self.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
         self._pace.on_step = self._after_step
-        self._pace.on_return = partial(self.tell, "rejoined")
+        self._pace.may_return = self.rank < self.size and not self.strategy.synchronous
+        self._pace.on_return = self._has_returned
         self._pace.rejoin = lambda: self._join(self.strategy.rejoin, replica.flat.x)
         self._model = model
         self.strategy.bind(self.comm, replica, self.size, self.seed)
         self.strategy.guard.tell = self.tell
-        if not alone:
-            self._agree(model, replica)
         if self._keeper is not None:
             self._keeper.bind(self)
-        if self._keeper is not None and self._keeper.resumes and not self._transport.late:
-            self._go_on(self._keeper, replica.flat.x)
-        elif not alone:
-            try:
+        try:
+            if not alone:
+                self._agree(model, replica)
+            if self._keeper is not None and self._keeper.resumes and not self._transport.late:
+                self._go_on(self._keeper, replica.flat.x)
+            elif not alone:
                 self._start(replica.flat.x, model)
-            except LeftBehind:
-                self._pace.come_back()
+        except LeftBehind:
+            self._pace.come_back()
+        self._on_ready()
         self._pace.account_first()
         if self.strategy.defers and not alone:
             _settle_before_reading(model, self.settle)
@@ -175,6 +178,7 @@ class Worker:
         if self.rank < self.size:
             return
         assert self._pace is not None
+        self._on_ready()
         self._pace.account_first()
         self._transport.on_sent = self._pace.account
         with suppress(PeersGone):
@@ -275,6 +279,13 @@ class Worker:
         for batch in self._in_hand:
             self.comm.done_with(*batch)
         self._in_hand.clear()
+
+    def _has_returned(self) -> None:
+        """In another life, nothing counts that was under way: others have its batches by now."""
+        self._in_hand.clear()
+        for span in self._running().replica.flat.spans:
+            span.parameter.grad = None
+        self.tell("rejoined")
 
     def draw(self, queue: int, epoch: int) -> int | None:
         """Draw the number of the next batch; see :meth:`Comm.ticket`."""

@@ -21,7 +21,7 @@ from paceline.checkpoint.disk import DISK, Disk, replace_file
 from paceline.checkpoint.states import strict_json
 from paceline.errors import UsageError
 
-VERSION = 1
+VERSION = 2
 FOLDER, MANIFEST, LATEST, METRICS = "checkpoints", "manifest.json", "latest", "metrics.json"
 MAX_MANIFEST_BYTES = 4 << 20
 _NAME = re.compile(r"step-\d{9,15}")

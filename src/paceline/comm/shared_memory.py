@@ -54,7 +54,8 @@ _SLOT_WORDS = 6
 _BUFFERS = 3
 _WINDOW_WORDS = 3 + 2 * _BUFFERS
 _LIVES = 1 << 20
-_GONE = (Standing.LEFT, Standing.DIED, Standing.STOPPED)
+_LOST = (Standing.DIED, Standing.STOPPED)
+_GONE = (Standing.LEFT, *_LOST)
 
 
 class Layout:
@@ -73,8 +74,8 @@ class Layout:
       entries of (operation, numel, dtype, weight, place, and where its part of the sum goes).
 
     After the blocks come the roll, the lives of those who meet at the end, the directory of groups,
-    the queues, and the batches that were taken back from ranks that are gone; these are written
-    under a lock. Then come meetings.
+    the batch that each queue gives out next, and the batches that were taken back from ranks that
+    are gone; these are written under a lock. Then come meetings.
     """
 
     def __init__(self, size: int) -> None:
@@ -89,7 +90,7 @@ class Layout:
         self.last = self.roll + Roll.words(size)
         self.directory = self.last + 1 + size
         self.queues = self.directory + MAX_GROUPS
-        self.returned = self.queues + 2 * MAX_QUEUES
+        self.returned = self.queues + MAX_QUEUES
         self.meeting = self.returned + MAX_RETURNED
         self.words = self.meeting + Meeting.words(size)
 
@@ -213,16 +214,17 @@ class SharedMemoryTransport(Transport):
 
     def _enter(self, late: bool) -> None:
         """Begin a life: the first one of this rank, or another."""
-        self.late = late or self.roll[self.rank].life > 0
-        self._entry = self.roll.enter(self.rank, self.late)
+        has_lived = self.roll[self.rank].life > 0
+        self.late = late or has_lived
         peers, slots = range(self.size), range(_SLOTS)
-        sent = [self.words[self.layout.slot(self.rank, p, s)] for p in peers for s in slots]
-        self._sequence = max(sent)
-        for src in peers if self._entry.life > 1 else ():  # what an earlier life has not taken
+        for src in peers if has_lived else ():  # what an earlier life has not taken
             for slot in slots:
                 waiting = self.words[self.layout.slot(src, self.rank, slot)]
                 self.words.announce(self.layout.receipt(src, self.rank, slot), waiting)
-        self._take_back(self.rank)  # unless another has done so
+        self._entry = self.roll.enter(self.rank, self.late)  # from here on others write to this one
+        sent = [self.words[self.layout.slot(self.rank, p, s)] for p in peers for s in slots]
+        self._sequence = max(sent)
+        self._take_back(self.rank, self._entry)  # unless another has done so
 
     # Who is here ---------------------------------------------------------------------------------
 
@@ -247,8 +249,7 @@ class SharedMemoryTransport(Transport):
 
     def lost(self) -> frozenset[int]:
         self._look_round()
-        gone = (Standing.DIED, Standing.STOPPED)
-        return frozenset(rank for rank in range(self.size) if self.roll[rank].standing in gone)
+        return frozenset(rank for rank in range(self.size) if self.roll[rank].standing in _LOST)
 
     def left(self) -> frozenset[int]:
         ended = Standing.LEFT
@@ -303,6 +304,9 @@ class SharedMemoryTransport(Transport):
             self._looked_s = now_s
             for rank in range(self.size):
                 self.why_gone(rank)
+                entry = self.roll[rank]
+                if entry.standing in _LOST and self.batches_in_hand(rank):
+                    self._take_back(rank, entry)  # who struck it off was lost before it did
 
     def why_gone(self, rank: int, life: int = 0) -> str | None:
         """Why ``rank``, in this life of it, is not here any more; None while it is."""
@@ -325,8 +329,9 @@ class SharedMemoryTransport(Transport):
 
     def _strike(self, rank: int, entry: Entry, standing: Standing) -> None:
         """Take a lost rank off the roll, and its batches back; of several who try, one does."""
-        if self.roll.change(rank, entry, standing) is not None:
-            self._take_back(rank)
+        struck = self.roll.change(rank, entry, standing)
+        if struck is not None:
+            self._take_back(rank, struck)
             for peer in range(self.size):
                 self._ring(peer)
 
@@ -568,7 +573,7 @@ class SharedMemoryTransport(Transport):
 
     def queue_words(self, without: Sequence[int]) -> list[int]:
         """How far the queues are, and which batches were taken back, or will be of these ranks."""
-        queues = self.words.read(self.layout.queues, 2 * MAX_QUEUES)
+        queues = self.words.read(self.layout.queues, MAX_QUEUES)
         returned = [b for b in self.words.read(self.layout.returned, MAX_RETURNED) if b]
         returned += [batch for rank in without for batch in self.batches_in_hand(rank)]
         return [*queues, *(returned + [0] * MAX_RETURNED)[:MAX_RETURNED]]
@@ -729,20 +734,22 @@ class SharedMemoryTransport(Transport):
         if queue >= MAX_QUEUES:
             raise UsageError(f"a run must not use more than {MAX_QUEUES} data loaders")
         self.alive()  # whoever is found to be gone hands its batches back
-        index = self.layout.queues + 2 * queue
+        index, first = self.layout.queues + queue, _batch(queue, epoch, 0)
+        in_hand, returned = self.layout.in_hand(self.rank), self.layout.returned
         with self._locked(self.layout.queues):
-            reached, drawn = self.words.read(index, 2)
-            if reached > epoch + 1:
+            fresh = max(self.words[index], first)
+            if fresh - first >= _NUMBERS:
                 return None
-            drawn = drawn if reached == epoch + 1 else 0
-            number = self._draw_again(queue, epoch)
-            if number is None:
-                number, drawn = drawn, drawn + 1
-            self.words.write(index, (epoch + 1, drawn))
-            self._replace(
-                self.layout.in_hand(self.rank), MAX_IN_HAND, 0, _batch(queue, epoch, number)
-            )
-        return number
+            again = [
+                b for b in self.words.read(returned, MAX_RETURNED) if 0 <= b - first < _NUMBERS
+            ]
+            batch = again[0] if again else fresh
+            self._replace(in_hand, MAX_IN_HAND, 0, batch)  # first: who is killed here has it
+            if again:
+                self._replace(returned, MAX_RETURNED, batch, 0)
+            else:
+                self.words[index] = fresh + 1
+        return batch - first
 
     def done_with(self, queue: int, epoch: int, number: int) -> None:
         self._replace(self.layout.in_hand(self.rank), MAX_IN_HAND, _batch(queue, epoch, number), 0)
@@ -751,23 +758,25 @@ class SharedMemoryTransport(Transport):
         self._look_round()
         return sum(map(bool, self.words.read(self.layout.returned, MAX_RETURNED)))
 
-    def _draw_again(self, queue: int, epoch: int) -> int | None:
-        """A batch of this epoch that was taken back."""
-        first = _batch(queue, epoch, 0)
-        for batch in self.words.read(self.layout.returned, MAX_RETURNED):
-            if 0 <= batch - first < _NUMBERS:
-                self._replace(self.layout.returned, MAX_RETURNED, batch, 0)
-                return batch - first
-        return None
+    def _take_back(self, rank: int, entry: Entry) -> None:
+        """Have the batches that a lost rank had in hand given out again, unless it lives anew.
 
-    def _take_back(self, rank: int) -> None:
-        """Have the batches that a lost rank had in hand given out again."""
+        A kill in the middle of drawing, or of this, leaves a batch in two places: then it is not
+        put into a third one.
+        """
+        returned = self.layout.returned
         with self._locked(self.layout.queues):
+            if self.roll.word(rank) != entry.word:
+                return
+            others = [self.batches_in_hand(other) for other in range(self.size) if other != rank]
             for index in range(MAX_IN_HAND):
                 place = self.layout.in_hand(rank) + index
-                if batch := self.words[place]:
-                    self.words[place] = 0
-                    self._replace(self.layout.returned, MAX_RETURNED, 0, batch)
+                batch = self.words[place]
+                if batch and batch < self.words[self.layout.queues + _queue_of(batch)]:
+                    elsewhere = self.words.read(returned, MAX_RETURNED)
+                    if batch not in elsewhere and not any(batch in held for held in others):
+                        self._replace(returned, MAX_RETURNED, 0, batch)
+                self.words[place] = 0
 
     def _replace(self, start: int, count: int, old: int, new: int) -> None:
         """Put ``new`` where ``old`` is among some words; where there is none, leave it."""
@@ -817,3 +826,7 @@ _NUMBERS = 1 << 31
 def _batch(queue: int, epoch: int, number: int) -> int:
     """A batch of a queue as one word, which is not 0."""
     return ((queue + 1) << 56) + (epoch << 31) + number
+
+
+def _queue_of(batch: int) -> int:
+    return (batch >> 56) - 1
