@@ -219,7 +219,14 @@ def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-@pytest.mark.parametrize("fault", [pl.kill(rank=1).at(step=3), pl.freeze(rank=1).at(step=3)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pl.kill(rank=1).at(step=3),
+        pl.freeze(rank=1).at(step=3),
+        pl.freeze(rank=1, for_s=0.8).at(step=3),
+    ],
+)
 def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
     result = launch(strategy, fault, on_loss="continue", limits=pl.Limits(dead_s=0.3))
     assert result.lost_workers == 1

@@ -328,12 +328,16 @@ class Crew:
 
         They wait for each other in what a rank that comes late has no part in.
         """
-        if self._unready:
+        if self._some_begin():
             self._waiting.append(rank)
             return
         self._start(rank)
         if rank.starts > 1:
             self._tell("restarted", rank)
+
+    def _some_begin(self) -> bool:
+        """Whether ranks that are there from the beginning are not through their setup yet."""
+        return any(not self._processes.is_stopped(number) for number in self._unready)
 
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -349,7 +353,7 @@ class Crew:
             os.close(rank.pipe)
         reader, writer = os.pipe()
         argument = dict(self._arguments[rank.number])
-        config = {**self._common, "rank": rank.number, "argument": argument}
+        config = {**self._common, "rank": rank.number, "argument": argument, "seen": rank.seen}
         pid = self._nursery.start(config, [writer, *self._fds])
         os.close(writer)
         os.set_blocking(reader, False)
@@ -381,7 +385,7 @@ class Crew:
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
                 self._due.remove((due_s, act))
                 act()
-            if not self._unready:
+            if failed_s is None and self._waiting:
                 self._start_waiting()
             if failed_s is None and any(self._is_failure(rank) for rank in self.ranks):
                 failed_s = now_s
@@ -618,6 +622,8 @@ def rank_main(config: Message, fds: list[int]) -> int:
         torch.set_num_threads(config["threads"])
         transport = _connect(config, fds[1])
         channel.send({"kind": "entered"})
+        if transport.late and not config["seen"] and config["rank"] not in config["late"]:
+            return 1  # who was here before was not able to say so: it was lost
         value = find(config["program"])(transport, channel, config["argument"])
         transport.close()
         channel.send({"kind": "value", "value": value})

@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 import paceline as pl
 from paceline.checkpoint.disk import KINDS, POINTS, Disk
 from paceline.checkpoint.states import MAX_HEADER_BYTES, load_state, pack_state
-from paceline.checkpoint.store import LATEST, MANIFEST, Saved, Store, open_checkpoint, seal
+from paceline.checkpoint.store import (
+    LATEST,
+    MANIFEST,
+    VERSION,
+    Saved,
+    Store,
+    open_checkpoint,
+    seal,
+)
 from paceline.faulttest.power import FragileDisk, look_at
 
 RANKS = 2
@@ -265,7 +273,13 @@ def nest(path):
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(edit(version=2), edit(step=1), edit(step="2"), edit(ranks=1), edit(ranks=10**12)),
+        *(
+            edit(version=VERSION + 1),
+            edit(step=1),
+            edit(step="2"),
+            edit(ranks=1),
+            edit(ranks=10**12),
+        ),
         *(edit(files=[]), edit(config=[]), edit(time_s="soon"), name_another_folder, say_twice),
         *(nest, os.unlink, flip, lambda path: path.write_bytes(b"\x80\x04\x95 pickle")),
         lambda path: path.write_bytes(b" " * (5 << 20)),

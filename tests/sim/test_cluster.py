@@ -148,7 +148,7 @@ def test_a_sentence_that_was_typed_is_the_fault_it_says(text):
     [
         ("kil(rank=2)", r'fault \(kil\(rank=2\)\): no fault "kil"; did you mean "kill"\?'),
         ("kill(rnk=2)", 'no option "rnk"; did you mean "rank"'),
-        ("kill(2)", r"options have names, as in kill\(rank=2\).at\(seconds=1\)"),
+        ("kill(2)", r"options have names, as in kill\(rank=1\).at\(step=40\)"),
         ("kill(rank=2", "must be like kill"),
         ("kill", "must be like kill"),
         ("", "must be like kill"),

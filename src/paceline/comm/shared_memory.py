@@ -740,9 +740,8 @@ class SharedMemoryTransport(Transport):
             fresh = max(self.words[index], first)
             if fresh - first >= _NUMBERS:
                 return None
-            again = [
-                b for b in self.words.read(returned, MAX_RETURNED) if 0 <= b - first < _NUMBERS
-            ]
+            back = self.words.read(returned, MAX_RETURNED)
+            again = [b for b in back if 0 <= b - first < _NUMBERS] if any(back) else []
             batch = again[0] if again else fresh
             self._replace(in_hand, MAX_IN_HAND, 0, batch)  # first: who is killed here has it
             if again:
