@@ -125,6 +125,15 @@ def test_a_worker_that_was_left_behind_comes_back(strategy):
     assert len(set(answers(result).values())) == 1
 
 
+@pytest.mark.parametrize("strategy", ["gossip", "downpour"])
+def test_a_worker_that_comes_back_too_late_was_lost(strategy):
+    """The others are at their end by then, or nearly."""
+    fault = pl.freeze(rank=1, for_s=1.2).at(step=3)
+    result = launch(strategy, fault, limits=pl.Limits(dead_s=0.3), arguments={"until_lost": True})
+    assert result.lost_workers == 1
+    assert {0, 2, 3} <= set(answers(result))
+
+
 @pytest.mark.parametrize("strategy", ["gossip", "easgd(interval=2)"])
 def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
     result = launch(

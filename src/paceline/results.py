@@ -162,8 +162,9 @@ class Result:
         lr: the learning rate that workers began with; ``batch_size`` is that of one of them.
         epoch_samples: the samples of an epoch; None where that is not known.
         events: what happened to ranks and when: ``lost``, ``restarted``, ``joined``, ``rejoined``
-            (it was left behind), ``succeeded`` (a server that follows another), ``dropped`` (an
-            update that was not finite, or exploded), ``large``, ``set_aside`` (its sender).
+            (it was left behind), ``outlived`` (so was this one, and the others are at their end),
+            ``succeeded`` (a server that follows another), ``dropped`` (an update that was not
+            finite, or exploded), ``large``, ``set_aside`` (its sender).
         lost_batches: those that lost workers had in hand, and nobody has drawn again: the others
             were in a later epoch, or at their end.
         dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
@@ -337,7 +338,7 @@ class RunBook:
 
     def _count(self, event: str, workers: int) -> int:
         """To how many workers such a thing has happened; who was left behind was lost, too."""
-        kinds = {"lost", "rejoined"} if event == "lost" else {event}
+        kinds = {"lost", "rejoined", "outlived"} if event == "lost" else {event}
         told = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
         return len({e["rank"] for e in told}) if event == "lost" else len(told)
 

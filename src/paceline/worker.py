@@ -107,7 +107,7 @@ class Worker:
         self._pace.on_step = self._after_step
         self._pace.may_return = self.rank < self.size and not self.strategy.synchronous
         self._pace.on_return = self._has_returned
-        self._pace.rejoin = lambda: self._join(self.strategy.rejoin, replica.flat.x)
+        self._pace.rejoin = lambda: self._rejoin(replica.flat.x)
         self._model = model
         self.strategy.bind(self.comm, replica, self.size, self.seed)
         self.strategy.guard.tell = self.tell
@@ -173,6 +173,13 @@ class Worker:
                 if not others.isdisjoint(self.comm.left()):
                     raise Served from None
                 self.comm.await_change(error)  # one that was merely stopped may come back
+
+    def _rejoin(self, x: Tensor) -> None:
+        try:
+            self._join(self.strategy.rejoin, x)
+        except Served:
+            self.tell("outlived")
+            raise
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
