@@ -145,7 +145,16 @@ class Nursery:
 
 @dataclass
 class Rank:
-    """What the launcher knows of one rank."""
+    """What the launcher knows of one rank.
+
+    Attributes:
+        number: which one it is.
+        pid, pipe, unread, code: of its present process.
+        value, returned, error: what came of it.
+        reason, signalled: why, and whether, it was ended.
+        entered: whether its process has a place among the others; ``seen``: whether one ever had.
+        starts: how many processes it has had.
+    """
 
     number: int
     pid: int = 0
