@@ -157,7 +157,7 @@ class Keeper:
         self._made_s = self._transport.now()
         after = max(steps, call.step + 1) if drift is None else steps + drift + 1
         over = _PHASES * call.number + _PHASES - 1 if drift is None else 0
-        self._transport.call(after, self._stop_asked, over)
+        self._transport.call(call.number, after, self._stop_asked, over)
 
     def _misses_one(self) -> bool:
         """Whether a server or communicator is not here; where all keep step, if any was lost."""

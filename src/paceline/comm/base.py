@@ -161,10 +161,11 @@ class Transport(ABC):
     meets: bool = False
     """Whether this world has meetings."""
 
-    def call(self, step: int, stop: bool, over: int) -> None:
+    def call(self, known: int, step: int, stop: bool, over: int) -> None:
         """Call all members to a meeting: workers, after their first step from ``step`` on.
 
-        Meetings up to the number ``over`` are given up, if they are not held by now.
+        Meetings up to the number ``over`` are given up, if they are not held by now. Nothing is
+        done when there was another call after the one of number ``known``.
         """
         raise UsageError(f"{type(self).__name__} has no meetings")
 

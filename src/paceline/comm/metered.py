@@ -176,8 +176,8 @@ class MeteredTransport(Transport):
     def meets(self) -> bool:  # type: ignore[override]  # an attribute where there is no inner one
         return self.inner.meets
 
-    def call(self, step: int, stop: bool, over: int) -> None:
-        self.inner.call(step, stop, over)
+    def call(self, known: int, step: int, stop: bool, over: int) -> None:
+        self.inner.call(known, step, stop, over)
 
     def called(self) -> Call:
         return self.inner.called()

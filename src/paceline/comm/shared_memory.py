@@ -523,12 +523,13 @@ class SharedMemoryTransport(Transport):
 
     meets = True
 
-    def call(self, step: int, stop: bool, over: int) -> None:
+    def call(self, known: int, step: int, stop: bool, over: int) -> None:
         alive = self.alive()
         lives = [self.life(rank) if rank in alive else 0 for rank in range(self.size)]
         with self._locked(self.layout.meeting):
-            self._meeting.call(step, stop, lives)
-            self._meeting.give_up(over)
+            if self._meeting.called().number == known:
+                self._meeting.call(step, stop, lives)
+                self._meeting.give_up(over)
 
     def called(self) -> Call:
         return self._meeting.called()

@@ -643,8 +643,10 @@ class SimulatedTransport(Transport):
 
     meets = True
 
-    def call(self, step: int, stop: bool, over: int) -> None:
+    def call(self, known: int, step: int, stop: bool, over: int) -> None:
         world, alive = self.world, self.world.alive()
+        if world.call.number != known:
+            return
         lives = tuple(self.life(rank) if rank in alive else 0 for rank in range(self.size))
         world.call = Call(world.call.number + 1, step, stop, lives)
         world.given_up = max(world.given_up, over)

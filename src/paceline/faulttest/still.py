@@ -26,6 +26,7 @@ class AtRest(Observer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._began: dict[int, Tensor] = {}
+        self._idle: dict[int, Tensor] = {}
         self._common: Tensor | None = None
 
     def watches(self) -> bool:
@@ -36,6 +37,7 @@ class AtRest(Observer):
     def attach(self, worker: Worker) -> None:
         if worker.rank < worker.size:
             around(worker.strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+            around(worker.strategy, "finish", lambda inner, x: self._finish(worker, inner, x))
 
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
         if worker.rank not in self._began:
@@ -43,6 +45,11 @@ class AtRest(Observer):
             if self.scene.life(worker.rank) == 1 and not worker._transport.late:
                 self._common = x - self.schedule.place_of(worker.rank)
         inner(x, g)
+
+    def _finish(self, worker: Worker, inner: Any, x: Tensor) -> None:
+        if worker.rank not in self._began:
+            self._idle[worker.rank] = x.clone()
+        inner(x)
 
     def ended(self) -> None:
         if not self._began or self._common is None:
@@ -67,9 +74,10 @@ class AtRest(Observer):
 
     def _compare_range(self) -> None:
         assert self._common is not None, "the workers have begun"
-        began = torch.stack([*self._began.values(), self._common])
-        low, high = began.amin(0) - _SLACK, began.amax(0) + _SLACK
         for rank, x in self.scene.finished.items():
+            own = [self._idle[rank]] if rank in self._idle else []  # if nobody else is left
+            began = torch.stack([*self._began.values(), self._common, *own])
+            low, high = began.amin(0) - _SLACK, began.amax(0) + _SLACK
             self.scene.check(
                 bool(((x >= low) & (x <= high)).all()),
                 "averages stay between what they are of",
