@@ -10,8 +10,8 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,12 @@ def train_through_losses(
     whose: int = 1,
     until_lost: bool = False,
     pids: str | None = None,
-    stop_s: float | None = None,
+    stop_until_lost: bool = False,
 ) -> None:
     """Log who took which samples; wait, if asked to, for a loss, or go on until one has come again.
 
     With a folder for ``pids``, rank 0 kills the first rank that is no worker at its fourth step, or
-    stops it for ``stop_s`` seconds.
+    stops it until the others have left it behind.
     """
     if pids is not None:
         Path(pids, str(worker.rank)).write_text(str(os.getpid()))
@@ -85,9 +85,12 @@ def train_through_losses(
                 time.sleep(0.001)  # so that the epoch lasts until then
             if pids is not None and worker.rank == 0 and steps == 4:
                 pid = int(Path(pids, str(worker.size)).read_text())
-                os.kill(pid, signal.SIGKILL if stop_s is None else signal.SIGSTOP)
-                if stop_s is not None:
-                    threading.Timer(stop_s, os.kill, (pid, signal.SIGCONT)).start()
+                os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
+                while stop_until_lost and worker.size not in worker.comm.lost():
+                    time.sleep(0.001)
+                if stop_until_lost:
+                    with suppress(ProcessLookupError):  # if the launcher was faster
+                        os.kill(pid, signal.SIGCONT)
         epoch += 1
     worker.finish()
     answer = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
