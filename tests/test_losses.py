@@ -112,13 +112,10 @@ def test_a_server_or_communicator_that_dies_is_followed_by_another(strategy, tmp
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
-def test_a_worker_that_was_left_behind_comes_back(strategy):
-    result = launch(
-        strategy,
-        pl.freeze(rank=1, for_s=1.0).at(step=3),
-        limits=pl.Limits(dead_s=0.3),
-        arguments={"until_life": 2},
-    )
+def test_a_worker_that_was_left_behind_comes_back(strategy, tmp_path):
+    how = {"until_life": 2, "pids": str(tmp_path), "thaws": True}
+    fault = pl.freeze(rank=1).at(step=3)
+    result = launch(strategy, fault, limits=pl.Limits(dead_s=0.3), arguments=how)
     assert happened(result, "rejoined") == [1]
     assert (result.lost_workers, result.joined_workers) == (1, 1)
     assert set(answers(result)) == {0, 1, 2, 3}

@@ -59,11 +59,12 @@ def train_through_losses(
     until_lost: bool = False,
     pids: str | None = None,
     stop_until_lost: bool = False,
+    thaws: bool = False,
 ) -> None:
     """Log who took which samples; wait, if asked to, for a loss, or go on until one has come again.
 
-    With a folder for ``pids``, rank 0 kills the first rank that is no worker at its fourth step, or
-    stops it until the others have left it behind.
+    With a folder for ``pids``, rank 0 kills that rank at its own fourth step, or stops it until the
+    others have left it behind; or it only ``thaws`` it then.
     """
     if pids is not None:
         Path(pids, str(worker.rank)).write_text(str(os.getpid()))
@@ -83,12 +84,13 @@ def train_through_losses(
             steps += 1
             while until_lost and steps == 4 and whose not in worker.comm.lost():
                 time.sleep(0.001)  # so that the epoch lasts until then
-            if pids is not None and worker.rank == 0 and steps == 4:
-                pid = int(Path(pids, str(worker.size)).read_text())
-                os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
-                while stop_until_lost and worker.size not in worker.comm.lost():
-                    time.sleep(0.001)
-                if stop_until_lost:
+            if pids is not None and worker.rank == 0:
+                pid = int(Path(pids, str(whose)).read_text())
+                if steps == 4 and not thaws:
+                    os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
+                    while stop_until_lost and whose not in worker.comm.lost():
+                        time.sleep(0.001)
+                if (thaws or stop_until_lost) and whose in worker.comm.lost():
                     with suppress(ProcessLookupError):  # if the launcher was faster
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
