@@ -158,10 +158,9 @@ def start_where_nothing_is(monkeypatch, rank, times):
     start = Crew._start
 
     def start_there(crew, its):
-        place = {"cwd": "/nowhere"} if its.number == rank and its.starts < times else {}
         with monkeypatch.context() as patch:
-            for name, value in place.items():
-                patch.setitem(crew._common, name, value)
+            if its.number == rank and its.starts < times:
+                patch.setitem(crew._common, "cwd", "/nowhere")
             start(crew, its)
 
     monkeypatch.setattr(Crew, "_start", start_there)

@@ -186,9 +186,10 @@ class Store:
 
 
 def first_rank(path: Path) -> int | None:
-    """The first of those whose state is in a folder, which is then found to be whole; or None.
+    """The first rank whose state is in the folder of a checkpoint; None when it is no such folder.
 
-    One that ``worker.save`` has written has no manifest.
+    A checkpoint of a run is read only when it is whole; what ``worker.save`` writes has no manifest
+    that would tell.
     """
     if (path / MANIFEST).is_file():
         return open_checkpoint(path).ranks[0]

@@ -172,13 +172,16 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
     return Replayed(str(run.path), same, verdict)
 
 
+_NOT_UNDER_LAUNCHER = {
+    "train can call worker.save there": ("checkpoint_steps", "checkpoint_minutes", "resume"),
+    "a lost rank ends the run there": ("on_loss", "max_restarts", "fault"),
+}
+
+
 def _refuse_under_launcher(asked: Mapping[str, Any]) -> None:
-    lost = "a lost rank ends the run there"
-    why = dict.fromkeys(
-        ("checkpoint_steps", "checkpoint_minutes", "resume"), "train can call worker.save there"
-    )
-    for name, reason in {**why, "on_loss": lost, "max_restarts": lost, "fault": lost}.items():
-        if asked.get(name):
+    """Refuse what was asked for and cannot be had in processes that another has started."""
+    for reason, names in _NOT_UNDER_LAUNCHER.items():
+        for name in filter(asked.get, names):
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} must not be given under a launcher: {reason}")
 
