@@ -65,9 +65,12 @@ class Master:
         self.optimizer.step()
 
     def buffers(self) -> Tensor | None:
-        """What the optimizer remembers, as one vector; None where it remembers nothing."""
-        state = self._state()
-        return torch.cat([t.reshape(-1).double() for t in state]) if state else None
+        """What the optimizer remembers, as one vector on the CPU; None where it remembers nothing.
+
+        On a GPU, the number of steps that most optimizers count lies on the CPU all the same.
+        """
+        state = [t.reshape(-1).to("cpu", torch.float64) for t in self._state()]
+        return torch.cat(state) if state else None
 
     def load_buffers(self, vector: Tensor) -> None:
         """Have the optimizer remember what another's :meth:`buffers` gave."""

@@ -8,14 +8,18 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.devices import Elsewhere
 from support.training import beat, flat
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adagrad, Adam, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.comm.base import Limits
 from paceline.errors import PeerLost
+from paceline.master import Master
+from paceline.replica import Replica
+from paceline.settings import read_settings
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.sim.faults import freeze, join, kill, slow
 from paceline.strategies.cyclic import Cyclic
@@ -276,6 +280,32 @@ def test_a_late_worker_of_ssp_holds_nobody_back():
 def test_an_idle_worker_of_adpsgd_pulls_nobody_back():
     ends, _ = adds_up("adpsgd", 3, lambda rank: 0 if rank == 2 else 20)
     assert ends[0] == ends[1] == ends[2] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("kind", [Adam, Adagrad, RMSprop])
+def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
+    """As on a GPU: there lie the moments of the optimizer, its number of steps on the CPU."""
+    net = nn.Linear(5, 1)
+    replica = Replica(
+        net, kind(net.parameters(), lr=0.1), lambda numel, like: like.new_zeros(numel)
+    )
+    settings, part = read_settings(replica.optimizer), slice(1, 6)
+
+    def run(on, take_over):
+        w = on(torch.arange(5.0))
+        master = Master(w, part, replica, "user")
+        for step in range(4):
+            if step == 2 and take_over:
+                left = master.buffers()
+                assert left.device.type == "cpu"
+                master = Master(w, part, replica, "user")
+                master.load_buffers(left)
+            master.step(on(torch.arange(5.0) - step), settings, 1)
+        return w
+
+    expected = run(torch.clone, take_over=False)
+    assert torch.equal(run(Elsewhere, take_over=True).inner, expected)
+    assert torch.equal(run(torch.clone, take_over=True), expected)
 
 
 # The token ---------------------------------------------------------------------------------------
