@@ -141,6 +141,28 @@ def test_in_rank_order_gloo_sums_as_shared_memory_does(agent, one_thread, tmp_pa
     assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")
 
 
+ONE_WORKER = ("downpour", "ssp", "cyclic", "layered", "easgd(interval=3)")
+
+
+@on_distributed
+def test_one_worker_and_its_server_under_a_launcher_train_together(one_thread, tmp_path):
+    """Nothing is stale then: but for EASGD, the result is that of the plain optimizer."""
+    argument = {
+        "strategies": ONE_WORKER,
+        "ports": [runs.free_port() for _ in ONE_WORKER],
+        "seed": 8,
+        "out": str(tmp_path),
+    }
+    worked, served = run_ranks(refer_to(runs.serve_one_worker), [argument] * 2)
+    assert served == ["ended with 0"] * len(ONE_WORKER)
+    assert all(steps == 40 and sent > 0 for steps, sent in worked)
+    pl.launch(runs.train, workers=1, seed=8, out=tmp_path / "plain")
+    *exact, center = (model_in(tmp_path / str(number)) for number in range(len(ONE_WORKER)))
+    assert exact == [model_in(tmp_path / "plain")] * len(exact)
+    pl.launch(runs.train, workers=1, seed=8, out=tmp_path / "untrained", arguments={"epochs": 0})
+    assert center not in (model_in(tmp_path / "plain"), model_in(tmp_path / "untrained"))
+
+
 @on_shared_memory
 def test_init_alone_is_a_world_of_one(monkeypatch, one_thread, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):

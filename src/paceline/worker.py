@@ -102,7 +102,7 @@ class Worker:
         model.to(self.device)
         replica = Replica(model, optimizer, self._transport.allocate)
         self._transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
-        alone = self.size == 1
+        alone = self._transport.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
         self._pace.on_step = self._after_step
         self._pace.may_return = self.rank < self.size and not self.strategy.synchronous
@@ -138,7 +138,7 @@ class Worker:
 
     def _go_on(self, keeper: Keeper, x: Tensor) -> None:
         """Go on from a checkpoint, instead of a start."""
-        if self.size > 1:
+        if self._transport.size > 1:
             with self._transport.free():
                 self.strategy.setup(x)
         keeper.take_up()

@@ -126,6 +126,21 @@ def by_environment(transport: Any, argument: dict[str, Any]) -> None:
     }
 
 
+def serve_one_worker(transport: Any, channel: Any, argument: dict[str, Any]) -> list[Any]:
+    """Two processes of a launcher, with one method after the other: a worker, and who serves it."""
+    told: list[Any] = []
+    for number, strategy in enumerate(argument["strategies"]):
+        by_environment(transport, {"port": argument["ports"][number]})
+        out = os.path.join(argument["out"], str(number))
+        try:
+            with pl.init(strategy=strategy, seed=argument["seed"], out=out) as worker:
+                train(worker)
+            told.append([worker.steps, worker.meter.bytes_sent])
+        except SystemExit as end:
+            told.append(f"ended with {end.code}")
+    return told
+
+
 def differ_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
     """Ranks whose seeds or versions may differ, each as its own argument says."""
     by_environment(transport, argument)
