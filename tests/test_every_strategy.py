@@ -248,6 +248,36 @@ def _replace(worker: pl.Worker, fresh: dict[str, Any], folder: Any) -> None:
     worker.strategy = worker.pace.strategy = new
 
 
+@every_form
+def test_a_scaler_whose_first_scales_overflow_costs_these_steps_and_no_more(spec):
+    """About ten overflow one after the other, each halves the scale, and nobody is set aside."""
+    problem, ends = Problem(seed=19, steps=30, dtype=torch.float32), {}
+
+    def train(worker):
+        net = problem.model()
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.02))
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient / 1000)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        for step in range(problem.steps):
+            sgd.zero_grad()
+            scaler.scale(1000 * problem.loss(net, worker.rank, step % 2)).backward()
+            scaler.step(sgd)
+            scaler.update()
+        worker.finish()
+        ends[worker.rank] = loss_over_all(net), scaler.get_scale(), worker.set_aside
+
+    def loss_over_all(net):
+        batches = [(rank, step) for rank in range(WORKERS) for step in range(2)]
+        return sum(problem.loss(net, *batch).item() for batch in batches)
+
+    result = pl.simulate(train, workers=WORKERS, strategy=spec, cluster=beat())
+    for loss, scale, set_aside in ends.values():
+        assert scale < 2.0**122 and not set_aside
+        assert loss < loss_over_all(problem.model())
+    assert result.dropped_updates == 0
+
+
 # A law that training alone cannot pass -----------------------------------------------------------
 
 

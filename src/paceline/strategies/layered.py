@@ -330,9 +330,14 @@ class Layered(Strategy):
                 self.comm.post(self._last, src, DOWN)
 
     def _judge(self, src: int, parcel: Parcel) -> None:
-        """Let what the guard drops count for nothing; its worker is not at its end, though."""
-        _, weight, *_ = parcel.numbers.tolist()
-        if weight % ODD and not self.guard.admits(norm(parcel.vector), src, "gradient"):
+        """Let what the guard drops count for nothing; its worker is not at its end, though.
+
+        What a scaler has found infinite is nothing to judge: all skip that step.
+        """
+        _, weight, overflow, *_ = parcel.numbers.tolist()
+        if not weight % ODD or overflow:
+            return
+        if not self.guard.admits(norm(parcel.vector), src, "gradient"):
             parcel.numbers[1] = weight - weight % ODD + ODD
             parcel.numbers[2:] = 0
 
