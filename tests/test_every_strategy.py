@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import battery
 from support.battery import BATCH, STEPS, UNEVEN, WORKERS
 from support.training import Problem, beat, flat
@@ -52,10 +53,13 @@ VARIANTS = {
 }
 """More forms, for the simulator."""
 
+EAMSGD = ["easgd(momentum=0.9)", "easgd(interval=3, momentum=0.9, sync=true)"]
+"""Forms that take no optimizer with momentum of its own."""
+FORMS = [form for n in STRATEGIES for form in [SPECS.get(n, n), *VARIANTS.get(n, [])]]
+
 every_name = pytest.mark.parametrize("name", STRATEGIES)
-every_form = pytest.mark.parametrize(
-    "spec", [form for n in STRATEGIES for form in [SPECS.get(n, n), *VARIANTS.get(n, [])]]
-)
+every_form = pytest.mark.parametrize("spec", FORMS)
+every_plain_form = pytest.mark.parametrize("spec", FORMS + EAMSGD)
 
 
 def run_on(transport: str, train: Any, spec: str, **how: Any) -> pl.Result:
@@ -248,7 +252,7 @@ def _replace(worker: pl.Worker, fresh: dict[str, Any], folder: Any) -> None:
     worker.strategy = worker.pace.strategy = new
 
 
-@every_form
+@every_plain_form
 def test_a_scaler_whose_first_scales_overflow_costs_these_steps_and_no_more(spec):
     """About ten overflow one after the other, each halves the scale, and nobody is set aside."""
     problem, ends = Problem(seed=19, steps=30, dtype=torch.float32), {}
@@ -276,6 +280,40 @@ def test_a_scaler_whose_first_scales_overflow_costs_these_steps_and_no_more(spec
         assert scale < 2.0**122 and not set_aside
         assert loss < loss_over_all(problem.model())
     assert result.dropped_updates == 0
+
+
+def read_in_every_way(net):
+    """The parameters after all that reads a model without training it."""
+    net(torch.ones(1, 5, dtype=torch.float64))
+    net.state_dict()
+    copy.deepcopy(net)(torch.ones(1, 5, dtype=torch.float64))
+    return flat(net)
+
+
+@every_plain_form
+def test_nothing_touches_the_answer_that_is_read(spec, tmp_path):
+    problem, ends = Problem(seed=23), {}
+
+    def train(worker):
+        net = problem.model()
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.05))
+        for step in range(problem.steps):
+            sgd.zero_grad()
+            problem.loss(net, worker.rank, step).backward()
+            sgd.step()
+            with worker.answer(net):
+                answer = flat(net)
+                worker.settle()
+                assert torch.equal(read_in_every_way(net), answer)
+        worker.finish()
+        ends[worker.rank] = answer = flat(net)
+        worker.settle()
+        assert torch.equal(read_in_every_way(net), answer)
+
+    pl.simulate(train, workers=WORKERS, strategy=spec, out=tmp_path)
+    saved = problem.model()
+    saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(flat(saved), ends[0])
 
 
 # A law that training alone cannot pass -----------------------------------------------------------

@@ -200,8 +200,8 @@ class Pace:
             self.account()
 
     def settle(self) -> None:
-        """Finish what the strategy left pending."""
-        if not self.alone and self.on_skip is None:
+        """Finish what the strategy left pending; nothing is that while steps are ``paused``."""
+        if not (self.alone or self.paused or self.on_skip):
             self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
 
     def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
