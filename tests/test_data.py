@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import numpy as np
@@ -14,8 +15,11 @@ from torch.optim import SGD
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
-    SequentialSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -48,16 +52,20 @@ class Stream(IterableDataset):
 
 
 def take(loader, workers, epochs=2, strategy="allreduce", **how):
-    """What each worker sees in each epoch: ``seen[rank][epoch]`` is a list of batches."""
+    """What each worker sees in each epoch: ``seen[rank][epoch]`` is a list of batches.
+
+    In place of a loader, a function may make one for each worker.
+    """
     seen = {}
 
     def train(worker):
         mine = seen[worker.rank] = []
+        own = loader if isinstance(loader, DataLoader) else loader(worker)
         net = nn.Linear(1, 1)
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1))
         for _ in range(epochs):
             batches = []
-            for batch in worker.setup_dataloaders(loader, **how):
+            for batch in worker.setup_dataloaders(own, **how):
                 x = batch[0] if isinstance(batch, list) else batch
                 batches.append([int(i) for i in x.view(-1)])
                 sgd.zero_grad()
@@ -160,24 +168,146 @@ def test_drop_last_drops_for_everyone():
     assert sum(epoch_counts(seen, 0).values()) == 64
 
 
-def test_a_sampler_of_the_users_own_is_shared():
-    weights = [0.0] * 10 + [1.0] * 10
-    sampler = WeightedRandomSampler(weights, 16, replacement=True)
-    seen, _ = take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 4)
-    drawn = epoch_counts(seen, 0)
-    assert sum(drawn.values()) == 16 and min(drawn) >= 10
-
-
 def test_batches_of_the_users_own_are_dealt():
-    batches = BatchSampler(SequentialSampler(range(12)), 3, False)
-    own = list(batches)
-    seen, _ = take(DataLoader(numbers(12), batch_sampler=_Own(own)), 2)
+    own = [[0, 1, 2], [3], [4, 5, 6, 7, 8], [9, 10, 11]]
+    seen, result = take(DataLoader(numbers(12), batch_sampler=_Own(own)), 2)
     assert [seen[0][0], seen[1][0]] == [[own[0], own[2]], [own[1], own[3]]]
+    assert result.epoch_samples == 12
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_batches_of_unequal_size_go_to_one_worker_each(strategy):
+    own = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10]]
+    seen, _ = take(DataLoader(numbers(11), batch_sampler=_Own(own)), 3, strategy=strategy)
+    for epoch in range(2):
+        assert sorted(batch for mine in seen.values() for batch in mine[epoch]) == own
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_plain_batch_sampler_is_what_a_plain_loader_makes(data, drop_last):
+    """A rule of its own it has none."""
+    shuffled = numbers(21)
+    sampler = BatchSampler(RandomSampler(shuffled), 4, drop_last)
+    own, _ = take(DataLoader(shuffled, batch_sampler=sampler), 2, data=data)
+    plain = DataLoader(shuffled, batch_size=4, shuffle=True, drop_last=drop_last)
+    assert own == take(plain, 2, data=data)[0]
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_distributed_sampler_gives_way_to_our_own_sharing(data, shuffle):
+    """It pads what is not divisible, and has a rank and a seed of its own: all that is not used."""
+
+    def loader(worker):
+        sampler = DistributedSampler(
+            numbers(21), num_replicas=worker.size, rank=worker.rank, shuffle=shuffle, seed=5
+        )
+        return DataLoader(numbers(21), batch_size=4, sampler=sampler)
+
+    seen, result = take(loader, 2, data=data)
+    assert seen == take(DataLoader(numbers(21), batch_size=4, shuffle=shuffle), 2, data=data)[0]
+    assert result.samples == 42
+    for epoch in range(2):
+        assert epoch_counts(seen, epoch) == Counter(range(21))
+
+
+def test_another_sampler_that_shares_the_data_out_is_refused():
+    class Buckets(DistributedSampler):
+        pass
+
+    sampler = Buckets(numbers(20), num_replicas=2, rank=0)
+    told = r"Buckets \(num_replicas 2\) must not share the data out.* leave it out"
+    with pytest.raises(pl.UsageError, match=told):
+        take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 2)
+    with pytest.raises(pl.UsageError, match=told):
+        take(DataLoader(numbers(20), batch_sampler=_Own([[0]], sampler)), 2)
+
+
+class Shuffling(Sampler):
+    """A sampler of the user's own, by some generator or another."""
+
+    def __init__(self, shuffle):
+        self._shuffle = shuffle
+
+    def __iter__(self):
+        items = list(range(16))
+        self._shuffle(items)
+        return iter(items)
+
+
+class ByEpoch(Sampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(16).tolist())
+
+
+OWN_SAMPLERS = {
+    "subset": lambda: SubsetRandomSampler(range(16)),
+    "generator": lambda: SubsetRandomSampler(range(16), torch.Generator()),
+    "replacement": lambda: RandomSampler(range(20), replacement=True, num_samples=16),
+    "numpy": lambda: Shuffling(np.random.shuffle),
+    "python": lambda: Shuffling(random.shuffle),
+    "set_epoch": ByEpoch,
+}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+@pytest.mark.parametrize("name", OWN_SAMPLERS)
+def test_what_a_sampler_draws_for_an_epoch_is_shared_by_all_workers(name, strategy):
+    """One draw of 16, and not one of each worker: also where somebody has asked for a length."""
+
+    def loader(worker):
+        made = DataLoader(numbers(20), batch_size=3, sampler=OWN_SAMPLERS[name]())
+        if worker.rank == 1:
+            len(worker.setup_dataloaders(made))
+            random.random(), np.random.rand(), torch.rand(1)
+        return made
+
+    (seen, result), (again, _) = (take(loader, 3, strategy=strategy) for _ in range(2))
+    assert seen == again and seen[0][0] != seen[0][1]
+    assert result.epoch_samples == 16
+    for epoch in range(2):
+        drawn = epoch_counts(seen, epoch)
+        assert drawn.total() == 16
+        assert name == "replacement" or drawn == Counter(range(16))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_weights_are_those_of_all_that_is_drawn(strategy):
+    """The workers' shares of an epoch are one draw, so that nobody's weight is another's."""
+    weights = [0.0] * 100 + [1.0] * 100 + [3.0] * 100
+
+    def loader(worker):
+        sampler = WeightedRandomSampler(weights, 2000, generator=torch.Generator().manual_seed(1))
+        return DataLoader(numbers(300), batch_size=20, sampler=sampler)
+
+    seen, _ = take(loader, 4, strategy=strategy)
+    for epoch in range(2):
+        drawn = epoch_counts(seen, epoch)
+        assert drawn.total() == 2000 and min(drawn) >= 100
+        assert sum(n for i, n in drawn.items() if i >= 200) / 2000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_draw_without_replacement_has_nothing_twice():
+    sampler = WeightedRandomSampler([1.0] * 40, 30, replacement=False)
+    seen, _ = take(DataLoader(numbers(40), batch_size=2, sampler=sampler), 4, strategy="gossip")
+    assert max(epoch_counts(seen, 0).values()) == 1 and epoch_counts(seen, 0).total() == 30
+
+
+def test_a_sampler_that_no_two_workers_could_share_is_refused():
+    sampler = Shuffling(np.random.default_rng(0).shuffle)
+    with pytest.raises(pl.UsageError, match="Shuffling must draw the same for the same seed"):
+        take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 2)
 
 
 class _Own:
-    def __init__(self, batches):
-        self._batches = batches
+    def __init__(self, batches, sampler=None):
+        self._batches, self.sampler = batches, sampler
 
     def __iter__(self):
         return iter(self._batches)

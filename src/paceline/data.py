@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DistributedSampler as Distributed
 from torch.utils.data import SequentialSampler as Sequential
 
 from paceline.errors import UsageError
 from paceline.options import one_of
-from paceline.seeds import stream
+from paceline.seeds import all_seeded, stream
 from paceline.sim.one_core import take_back_cores
 
 if TYPE_CHECKING:
@@ -266,8 +267,8 @@ class PacedLoader:
 
     @property
     def samples(self) -> int | None:
-        """The samples of the whole data set; None where only reading it would tell."""
-        return None if self._streams else _samples(self._user_loader)
+        """The samples of an epoch, of all workers; None where only reading them would tell."""
+        return self._source.samples
 
     def __len__(self) -> int:
         """Batches of this worker in its next epoch; of a queue, an equal part of them."""
@@ -289,6 +290,8 @@ class PacedLoader:
 
 class _Stream:
     """An iterable data set: every worker reads it, and keeps the batches that are its own."""
+
+    samples: int | None = None
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
@@ -338,9 +341,17 @@ class _Map:
         self._epoch, self._count, self._goes_on = 0, 1, Place()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
-        self._order = _order(self._loader, owner._worker.seed, owner._number)
+        self._recipe = _recipe(self._loader)
+        self._order = _order(self._recipe, owner._worker.seed, owner._number)
         self._shards = self._fixed_shards() if owner.sharing in ("static", "skewed") else None
         self._inner = _rebuild(self._loader, _Plan(self))
+
+    @property
+    def samples(self) -> int:
+        if self._recipe.sampler is None:
+            return self._recipe.samples
+        order = self._order(self._epoch)
+        return sum(map(len, order)) if isinstance(order, list) else len(order)
 
     def length(self, epoch: int) -> int:
         if self._owner.sharing == "queue":
@@ -397,25 +408,21 @@ class _Map:
 
     def _divided(self) -> Iterator[Indices]:
         """This worker's part of the epoch among those who are left."""
-        worker, size = self._owner._worker, self._loader.batch_size
-        order = self._order(self._epoch)
-        assert size is not None and not isinstance(order, list)
+        worker, order = self._owner._worker, self._order(self._epoch)
+        assert not isinstance(order, list)
         comm = worker.comm
 
         def meeting() -> Meeting:
             members = comm.present()
             return Meeting(comm.meetings, tuple(r for r in members if r < worker.size))
 
-        return divide_epoch(self._whole(order), size, worker.rank, meeting)
+        return divide_epoch(self._whole(order), self._recipe.batch_size, worker.rank, meeting)
 
     def _whole(self, order: Indices) -> Indices:
         """Without what is left over, where the loader drops that."""
-        assert self._loader.batch_size is not None
-        if not self._loader.drop_last:
+        if not self._recipe.drop_last:
             return order
-        return order[
-            : len(order) - len(order) % (self._loader.batch_size * self._owner._worker.size)
-        ]
+        return order[: len(order) - len(order) % (self._recipe.batch_size * self._workers)]
 
     def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for ticket in self._goes_on.tickets:
@@ -436,25 +443,26 @@ class _Map:
         worker, order = self._owner._worker, self._order(epoch)
         if isinstance(order, list):
             return order[worker.rank :: worker.size]
-        assert self._loader.batch_size is not None
         if self._shards is not None:
             shard = self._shards[worker.rank]
             random = stream(worker.seed, "shard", epoch, worker.rank)
             return self._cut(random.permutation(shard))
-        return shard_epoch(self._whole(order), self._loader.batch_size, worker.size, worker.rank)
+        return shard_epoch(self._whole(order), self._recipe.batch_size, worker.size, worker.rank)
 
     def _cut(self, order: Indices) -> Cut:
-        assert self._loader.batch_size is not None
-        return Cut(order, self._loader.batch_size, self._loader.drop_last)
+        return Cut(order, self._recipe.batch_size, self._recipe.drop_last)
+
+    @property
+    def _workers(self) -> int:
+        return self._owner._worker.size
 
     def _fixed_shards(self) -> list[Indices]:
-        worker, samples = self._owner._worker, _samples(self._loader)
-        if isinstance(self._order(0), list) or not _is_plain(self._loader):
+        if self._recipe.sampler is not None:
             raise UsageError(f"data ({self._owner.sharing}) must be used without a sampler")
-        order = np.arange(samples)
+        order = np.arange(self._recipe.samples)
         if self._owner.sharing == "skewed":
             order = np.argsort(_labels(self._loader.dataset), kind="stable")
-        return np.array_split(order, worker.size)
+        return np.array_split(order, self._workers)
 
 
 def _as_list(batch: Any) -> list[int]:
@@ -475,40 +483,107 @@ class _Plan:
         return self._source.length(self._source._epoch)
 
 
-def _samples(loader: DataLoader[Any]) -> int:
-    """How many samples a map-style data set has; torch's type does not promise a length."""
-    return len(cast(Sized, loader.dataset))
+class _Recipe(NamedTuple):
+    """How a loader makes an epoch's batches.
+
+    Attributes:
+        samples: of the data set.
+        shuffle: whether a plain loader shuffles them.
+        batch_size: of the batches that are cut from an order of samples.
+        drop_last: whether what is left over then is dropped.
+        sampler: who draws the order, or whole batches, where that is not a plain loader's business.
+        draws_batches: whether it is whole batches.
+    """
+
+    samples: int
+    shuffle: bool
+    batch_size: int
+    drop_last: bool
+    sampler: Any = None
+    draws_batches: bool = False
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the loader goes once over its data, in order or shuffled."""
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == _samples(loader)
-    return isinstance(sampler, Sequential)
+def _recipe(loader: DataLoader[Any]) -> _Recipe:
+    """Take a loader's samplers apart.
+
+    A DistributedSampler gives way to our own sharing: it would leave each worker a part of a part.
+    """
+    batches, samples = loader.batch_sampler, len(cast(Sized, loader.dataset))
+    if type(batches) is not BatchSampler:  # one with a rule of its own
+        _refuse_sharing(batches)
+        return _Recipe(samples, False, 0, False, batches, draws_batches=True)
+    sampler: Any = batches.sampler
+    size, drop_last = batches.batch_size, batches.drop_last
+    if type(sampler) is Distributed:
+        return _Recipe(len(cast(Sized, sampler.dataset)), sampler.shuffle, size, drop_last)
+    if type(sampler) is Sequential:
+        return _Recipe(len(sampler), False, size, drop_last)
+    once = type(sampler) is RandomSampler and not sampler.replacement
+    if once and sampler.num_samples == len(sampler.data_source):
+        return _Recipe(sampler.num_samples, True, size, drop_last)
+    _refuse_sharing(sampler)
+    return _Recipe(samples, False, size, drop_last, sampler)
 
 
-def _order(
-    loader: DataLoader[Any], seed: int, number: int
-) -> Callable[[int], Indices | list[list[int]]]:
-    """A function that gives an epoch's order: indices, or whole batches of the user's own."""
-    batch_sampler = loader.batch_sampler
-    assert batch_sampler is not None, "_Map has refused a loader without batches"
-    own_batches = type(batch_sampler) is not BatchSampler
-    if not own_batches and _is_plain(loader):
-        samples = _samples(loader)
-        if isinstance(loader.sampler, RandomSampler):
-            return lambda epoch: shuffled(samples, seed, number, epoch)
-        return lambda epoch: np.arange(samples)
+def _refuse_sharing(sampler: Any) -> None:
+    """Refuse a sampler that leaves out what it takes to be the share of others."""
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        replicas = getattr(each, "num_replicas", 1)
+        if isinstance(replicas, int) and replicas > 1:
+            raise UsageError(
+                f"{type(each).__name__} (num_replicas {replicas}) must not share the data out:"
+                " setup_dataloaders does so; leave it out, or give it num_replicas=1 and rank=0"
+            )
 
-    def drawn(epoch: int) -> Indices | list[list[int]]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(stream(seed, "data", number, epoch).integers(2**31)))
-            if own_batches:
-                return [list(batch) for batch in batch_sampler]
-            return np.fromiter(loader.sampler, dtype=np.int64)
 
-    return drawn
+def _order(recipe: _Recipe, seed: int, number: int) -> Callable[[int], Indices | list[list[int]]]:
+    """A function that gives an epoch's order: indices, or whole batches of the user's own.
+
+    All workers have to come to the same one, each by itself.
+    """
+    if recipe.sampler is not None:
+        return _Draws(recipe.sampler, recipe.draws_batches, seed, number)
+    if recipe.shuffle:
+        return lambda epoch: shuffled(recipe.samples, seed, number, epoch)
+    return lambda epoch: np.arange(recipe.samples)
+
+
+class _Draws:
+    """What a sampler of the user's own draws for an epoch: one draw, by seed and epoch alone."""
+
+    def __init__(self, sampler: Any, batches: bool, seed: int, number: int) -> None:
+        self._sampler, self._batches = sampler, batches
+        self._seed, self._number = seed, number
+        self._last: tuple[int, Indices | list[list[int]]] | None = None
+
+    def __call__(self, epoch: int) -> Indices | list[list[int]]:
+        if self._last is None:
+            self._check(epoch)
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, self._draw(epoch)
+        return self._last[1]
+
+    def _draw(self, epoch: int) -> Indices | list[list[int]]:
+        if callable(tell := getattr(self._sampler, "set_epoch", None)):
+            tell(epoch)
+        seed = int(stream(self._seed, "data", self._number, epoch).integers(2**31))
+        parts = (self._sampler, getattr(self._sampler, "sampler", None))
+        with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
+            if self._batches:
+                return [list(batch) for batch in self._sampler]
+            return np.fromiter(self._sampler, dtype=np.int64)
+
+    def _check(self, epoch: int) -> None:
+        """Refuse a sampler of which each worker would have another draw."""
+        one, other = self._draw(epoch), self._draw(epoch)
+        if len(one) != len(other) or any(
+            not np.array_equal(a, b) for a, b in zip(one, other, strict=True)
+        ):
+            raise UsageError(
+                f"{type(self._sampler).__name__} must draw the same for the same seed, so that"
+                " workers can share what it draws: by the global generators of torch, numpy or"
+                " Python, by a torch generator that it calls generator, or by set_epoch(epoch)"
+            )
 
 
 def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 
@@ -45,6 +47,33 @@ def seed_user_generators(seed: int, rank: int) -> None:
     torch.manual_seed(value)
     np.random.seed(value)
     random.seed(value)
+
+
+@contextmanager
+def all_seeded(seed: int, others: Iterable[Any]) -> Iterator[None]:
+    """Inside, the global generators begin with ``seed``, and so do those torch ones of ``others``.
+
+    Afterwards each goes on from where it was.
+    """
+    import numpy as np
+    import torch
+
+    generators = [other for other in others if isinstance(other, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    before = random.getstate(), np.random.get_state(legacy=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        for generator in generators:
+            generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def _sequence(seed: int, purpose: str, *path: int) -> np.random.SeedSequence:

@@ -212,6 +212,11 @@ class Worker:
     ) -> Any:
         """Share the data of each loader with the other workers; each iteration is one epoch.
 
+        Over all workers an epoch is one pass over the data. What a sampler of your own draws for an
+        epoch is one draw, too, by the run's seed and the epoch: its samples are shared out as those
+        of a plain loader are, and a ``batch_sampler``'s batches go to one worker each, as they are.
+        A DistributedSampler gives way to this sharing: nothing of it is used but ``shuffle``.
+
         Args:
             loaders: map-style or iterable; ``batch_size`` is that of one worker. Given again, a
                 loader goes on with its next epoch.

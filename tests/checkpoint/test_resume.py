@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - as everyone writes it
 from safetensors.torch import save_file
 from support.resuming import Interruptible, network, pairs, same_models, train
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import paceline as pl
 from paceline.checkpoint.store import Store
@@ -174,10 +174,23 @@ def train_with_a_loading_process(worker):
             sgd.step()
 
 
+def train_with_a_sampler(worker):
+    net = network()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    sampler = WeightedRandomSampler([1.0, 2.0] * 30, 42, generator=torch.Generator())
+    loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, sampler=sampler))
+    for _ in range(4):
+        for x, y in loader:
+            sgd.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            sgd.step()
+
+
+LOOPS = [train_with_accumulation, train_with_two_loaders, train_on_a_stream, train_with_a_sampler]
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
-@pytest.mark.parametrize(
-    "body", [train_with_accumulation, train_with_two_loaders, train_on_a_stream]
-)
+@pytest.mark.parametrize("body", LOOPS)
 def test_every_kind_of_loop_goes_on_bit_for_bit(body, strategy, tmp_path):
     compare((body,), tmp_path, [9], strategy=strategy, workers=2, checkpoint_steps=2)
 
