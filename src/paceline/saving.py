@@ -30,7 +30,7 @@ class Saving:
         steps: make one after so many steps of the first worker.
         minutes: make one after so many minutes.
         keep: how many are kept.
-        resume: whether to go on from the latest one, where there is one.
+        resume: whether to go on from the newest that is whole, or begin where there is none.
         disk: what they are written to.
 
     Attributes:
@@ -54,10 +54,11 @@ class Saving:
         if minutes is not None:
             above("checkpoint_minutes", minutes, 0)
         at_least("keep", keep, 1)
+        self._out = None if out is None else Path(out)
         self.on = steps is not None or minutes is not None or resume
-        if self.on and out is None:
+        if self.on and self._out is None:
             raise UsageError("out (None) must be a folder, for checkpoints to be in it")
-        self.folder = Path(out or "") / FOLDER
+        self.folder = (self._out or Path()) / FOLDER
         self._steps, self._minutes, self._resume = steps, minutes, resume
         self._store = Store(self.folder, keep, disk)
         self._heard: dict[int, list[tuple[Saved, int]]] = {}
@@ -78,7 +79,7 @@ class Saving:
     def prepare(self, config: Mapping[str, Any], ranks: int) -> None:
         """Find what the run goes on from, and refuse what it must not go on from or overwrite."""
         if not self.on:
-            if self.folder.parent != Path() and self._store.holds_some:
+            if self._out is not None and self._store.holds_some:
                 raise self._in_the_way()
             return
         check_out(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import paceline as pl
-from paceline.checkpoint.store import Store
+from paceline.checkpoint.store import Store, seal
 from paceline.checkpoint.weights import read_weights
 from paceline.sim.cluster import Compute, Loading
 from paceline.strategies import STRATEGIES
@@ -254,14 +255,94 @@ def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     train, how = broken(tmp_path)
     path = tmp_path / "checkpoints" / "step-000000016" / "rank1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match=r"step-000000016 is not whole: rank1.*an earlier one"):
+    with pytest.warns(UserWarning, match=r"step-000000016 cannot be used: rank1.*an earlier one"):
         again = train.run(tmp_path, **how, resume=True)
     assert again.resumed_at == 12 and again.checkpoint == 40
+    assert (tmp_path / "checkpoints" / "step-000000016.unusable" / "manifest.json").is_file()
 
 
-def test_where_there_is_no_checkpoint_a_run_begins(tmp_path):
+def change_version(folders):
+    for folder in folders:
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(seal({**json.loads(path.read_text()), "version": 1})))
+
+
+def lengthen_metrics(folders):
+    for folder in folders:
+        with (folder / "metrics.json").open("a") as file:
+            file.write(" ")
+
+
+def swap(folders):
+    one, other = folders
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+def remove_manifests(folders):
+    for folder in folders:
+        (folder / "manifest.json").unlink()
+
+
+SPOILS = {
+    change_version: r"version \(1\) must be 2: another Paceline has written it",
+    lengthen_metrics: r"metrics.json has \d+ bytes, and was written with \d+",
+    swap: r"manifest.json is that of step-0000000\d\d: the folder must have this name",
+    remove_manifests: r"step-000000016 cannot be used: .*manifest.json",
+}
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
+def test_a_resume_that_can_use_no_checkpoint_is_refused_and_removes_nothing(spoil, tmp_path):
+    train, how = broken(tmp_path)
+    spoil([tmp_path / "checkpoints" / f"step-{step:09d}" for step in (12, 16)])
+    before = tree(tmp_path)
+    with pytest.raises(pl.UsageError, match=SPOILS[spoil]) as caught:
+        train.run(tmp_path, **how, resume=True)
+    if spoil is not remove_manifests:
+        assert "step-000000012 cannot be used" in str(caught.value)
+    assert tree(tmp_path) == before
+
+
+def test_a_flipped_bit_of_the_pointer_costs_no_checkpoint(tmp_path):
+    """Here it names step 0, before all that there is."""
+    train, how = broken(tmp_path)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000000000\n")
+    with pytest.warns(UserWarning, match="latest names 'step-000000000', which is not there"):
+        assert train.run(tmp_path, **how, resume=True).resumed_at == 16
+
+
+def test_what_never_came_to_be_a_checkpoint_is_not_in_the_way(tmp_path):
+    half = tmp_path / "checkpoints" / "step-000000004"
+    half.mkdir(parents=True)
+    (half / "rank0.safetensors").write_text("half")
     run = Interruptible().run(tmp_path, workers=2, resume=True)
-    assert run.resumed_at is None and run.checkpoint is None and run.steps == 80
+    assert run.resumed_at is None and not half.exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_refuses_to_resume_from_nothing_and_takes_the_pointer_for_a_hint(
+    paceline, tmp_path
+):
+    how = ["sim", "-w", 2, "--model", "mlp", "--steps", 10, "--checkpoint-steps", 4, "--json"]
+    paceline(*how, "--out", "whole")
+    for spoil in SPOILS:
+        checkpoints = shutil.copytree("whole", tmp_path / spoil.__name__) / "checkpoints"
+        spoil([checkpoints / "step-000000004", checkpoints / "step-000000008"])
+        before = tree(checkpoints)
+        told = paceline(*how, "--out", spoil.__name__, "--resume", code=2).err
+        assert "can be used, and nothing is removed: checkpoint" in told
+        assert "step-000000008 cannot be used: " in told
+        assert tree(checkpoints) == before
+    (tmp_path / "whole" / "checkpoints" / "latest").write_text("step-000000000\n")
+    told = paceline(*how, "--out", "whole", "--resume")
+    assert "latest names 'step-000000000', which is not there" in told.err
+    assert '"resumed_at": 8' in told.out
 
 
 @pytest.mark.parametrize(
@@ -282,12 +363,16 @@ def test_another_run_is_refused(change, told, tmp_path):
     assert train.run(tmp_path, **how, resume=True).resumed_at == 16
 
 
-def test_checkpoints_are_not_overwritten_by_mistake(tmp_path):
+def test_checkpoints_are_not_overwritten_by_mistake(tmp_path, monkeypatch):
     train, how = broken(tmp_path)
+    before = tree(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for steps in (4, None):
         with pytest.raises(pl.UsageError, match="of an earlier run: go on from them with --resume"):
             train.run(tmp_path, **{**how, "checkpoint_steps": steps})
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+        with pytest.raises(pl.UsageError, match="of an earlier run"):
+            train.run(".", **{**how, "checkpoint_steps": steps})
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -408,7 +493,7 @@ def test_the_weights_of_a_checkpoint_without_the_first_rank_load_too(tmp_path):
     with (folder / "rank1.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"?")
-    with pytest.raises(pl.UsageError, match="is not whole"):
+    with pytest.raises(pl.UsageError, match="cannot be used"):
         read_weights(folder)
 
 

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ for name in sys.argv[2:]:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9, name
 """
 FAILPOINTS = [f"{kind}.{point}" for kind in KINDS for point in POINTS]
-NEW_FROM = FAILPOINTS.index("latest.folder")
+NEW_FROM = FAILPOINTS.index("manifest.folder")
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def link(path: Path) -> None:
 @pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.safetensors", "metrics.json"])
 def test_a_file_that_is_another_is_found_out_and_the_one_before_is_taken(store, spoil, name):
     spoil(store.folder(2) / name)
-    with pytest.warns(UserWarning, match=rf"step-000000002 is not whole: {name}.*an earlier one"):
+    with pytest.warns(UserWarning, match=rf"step-000000002 cannot be used: {name}.*an earlier one"):
         assert store.newest().step == 1
 
 
@@ -223,8 +224,8 @@ def test_files_of_two_ranks_that_were_swapped_are_found_out(tmp_path):
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
-    with pytest.warns(UserWarning, match=r"rank0\.safetensors is not as it was written"):
-        assert store.newest() is None
+    with pytest.raises(pl.UsageError, match=r"rank0\.safetensors is not as it was written"):
+        store.newest()
 
 
 @settings(max_examples=60)
@@ -237,7 +238,7 @@ def test_any_flipped_bit_is_found_out(tmp_path_factory, seed, name):
     told = (store.folder(1) / name).read_bytes()
     if name == MANIFEST and is_same_json(told, seal(json.loads(whole))):
         return  # a blank became another
-    with pytest.raises(pl.UsageError, match="is not whole"):
+    with pytest.raises(pl.UsageError, match="cannot be used"):
         open_checkpoint(store.folder(1))
 
 
@@ -288,16 +289,74 @@ def nest(path):
 )
 def test_a_manifest_that_is_not_one_is_refused(store, spoil):
     spoil(store.folder(2) / MANIFEST)
-    with pytest.warns(UserWarning, match="step-000000002 is not whole"):
+    with pytest.warns(UserWarning, match="step-000000002 cannot be used"):
         assert store.newest().step == 1
 
 
 @pytest.mark.parametrize(
-    "text", ["", "../../etc", "step-000000009", "step-1", "\0", "step-000000002\n" * 9]
+    "text", ["", "../../etc", "step-000000009", "step-1", "\0", "\udcff", "step-000000002\n" * 9]
 )
-def test_a_pointer_that_leads_nowhere_is_not_followed(store, text):
-    (store.path / LATEST).write_text(text)
-    assert store.newest().step == 2
+def test_a_pointer_that_leads_nowhere_is_not_followed_and_told(store, text):
+    (store.path / LATEST).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match=r"latest names .*; step-000000002 is the newest"):
+        assert store.newest().step == 2
+
+
+def test_any_flipped_bit_of_the_pointer_leaves_the_newest_checkpoint(store):
+    """That it names an older one is no reason to take that."""
+    pointer = store.path / LATEST
+    whole = pointer.read_bytes()
+    for place in range(8 * len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[place // 8] ^= 1 << place % 8
+        pointer.write_bytes(spoilt)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert store.newest().step == 2
+        strayed = spoilt.decode(errors="replace").strip()
+        assert bool(told) == (strayed not in ("step-000000002", "step-000000001"))
+
+
+def test_a_pointer_that_is_missing_is_told(store):
+    (store.path / LATEST).unlink()
+    with pytest.warns(UserWarning, match="latest is missing; step-000000002 is the newest"):
+        assert store.newest().step == 2
+
+
+def test_where_no_checkpoint_can_be_used_each_is_named_with_its_reason(store):
+    lengthen(store.folder(1) / "metrics.json")
+    edit(version=VERSION + 1)(store.folder(2) / MANIFEST)
+    with pytest.raises(pl.UsageError, match="and nothing is removed") as caught:
+        store.newest()
+    assert caught.match(rf"step-000000002 .*: version \({VERSION + 1}\) must be {VERSION}")
+    assert caught.match(r"step-000000001 .*: metrics\.json has \d+ bytes, and was written with")
+
+
+def test_a_pointer_alone_tells_that_there_was_a_checkpoint(store):
+    for step in (1, 2):
+        shutil.rmtree(store.folder(step))
+    assert store.holds_some
+    with pytest.raises(pl.UsageError, match="latest names 'step-000000002', and there is no such"):
+        store.newest()
+
+
+def test_a_checkpoint_that_is_passed_over_is_kept_under_another_name(store):
+    for kept in ("step-000000002.unusable", "step-000000002.unusable-2"):
+        cut(store.folder(2) / "rank0.safetensors")
+        with pytest.warns(UserWarning, match=r"keeping this one as \*\.unusable"):
+            store.begin(store.newest())
+        assert (store.path / kept / MANIFEST).is_file() and not store.folder(2).exists()
+        save(store, 2)
+    save(store, 3)
+    save(store, 4)
+    assert len(list(store.path.glob("*.unusable*"))) == 2
+
+
+def test_newer_means_more_steps_however_long_the_name_is(tmp_path):
+    store = Store(tmp_path)
+    for step in (999_999_999, 1_000_000_000):
+        save(store, step)
+    assert store.newest().step == 1_000_000_000
 
 
 class Bomb:

@@ -63,7 +63,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
         if not isinstance(unpacked, dict):
             raise ValueError("it is not a dict")
     except _UNFIT as error:
-        raise UsageError(f"no saved state in {path}: {_reason(error)}") from None
+        raise UsageError(f"no saved state in {path}: {reason_of(error)}") from None
     return unpacked
 
 
@@ -97,7 +97,8 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return together
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Why a file is not what it must be."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     return str(error) or type(error).__name__

@@ -2,8 +2,9 @@
 
 Each is a folder ``step-000000123`` with one ``rankN.safetensors`` of each rank, the metrics that
 were logged until then, and at last ``manifest.json``, which has the size and a digest of every
-file, and one of itself. A folder without a manifest is no checkpoint. The file ``latest`` names the
-last one. None is used before all of its files are what the manifest says.
+file, and one of itself. A folder without a manifest is no checkpoint. None is used before all of
+its files are what the manifest says. The file ``latest`` names the last one, for people; who goes
+on takes the newest that is whole, whatever ``latest`` says.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.disk import DISK, Disk, replace_file
-from paceline.checkpoint.states import strict_json
+from paceline.checkpoint.states import reason_of, strict_json
 from paceline.errors import UsageError
 
 VERSION = 2
 FOLDER, MANIFEST, LATEST, METRICS = "checkpoints", "manifest.json", "latest", "metrics.json"
 MAX_MANIFEST_BYTES = 4 << 20
-_NAME = re.compile(r"step-\d{9,15}")
+UNUSABLE = ".unusable"
+"""What the name of a checkpoint ends in that a run has passed over."""
+_NAME = re.compile(r"step-(\d{9,15})", re.ASCII)
 _CHUNK = 1 << 20
 
 
@@ -133,56 +136,112 @@ class Store:
 
     def tidy(self, step: int) -> None:
         """Remove what is older than the checkpoint of ``step``, but for those that are kept."""
-        latest = self.folder(step).name
-        older = [name for name in self._names() if name <= latest]
-        whole = [name for name in older if (self.path / name / MANIFEST).is_file()]
-        for name in set(older) - set(whole[: self._keep]):
-            self._disk.remove(self.path / name)
+        older = [number for number in self._steps() if number <= step]
+        whole = [number for number in older if _has_manifest(self.folder(number))]
+        for number in set(older) - set(whole[: self._keep]):
+            self._disk.remove(self.folder(number))
 
     def begin(self, after: Checkpoint | None) -> None:
-        """Make ready for a run: remove all that is later than what it goes on from."""
+        """Make ready for a run: nothing that is later than what it goes on from is in its way.
+
+        What never came to be a checkpoint is removed. What was one is kept, under another name.
+        """
         self._disk.make_folder(self.path)
         self._disk.flush(self.path.parent)
-        for name in self._names():
-            if after is None or name > after.path.name:
-                self._disk.remove(self.path / name)
+        for step in self._steps():
+            if after is None or step > after.step:
+                self._clear_away(self.folder(step))
         for part in self.path.glob("**/.*.part"):
             self._disk.remove(part)
+
+    def _clear_away(self, folder: Path) -> None:
+        if not self._was_made(folder):
+            self._disk.remove(folder)
+            return
+        aside, number = folder.with_name(folder.name + UNUSABLE), 1
+        while aside.exists():
+            number += 1
+            aside = folder.with_name(f"{folder.name}{UNUSABLE}-{number}")
+        self._disk.rename(folder, aside)
 
     # Reading -------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The latest checkpoint that is whole; says of each later one why it is not."""
-        named = self._latest()
-        names = [name for name in self._names() if not named or name <= named]
-        for name in names:
-            if name != named and not (self.path / name / MANIFEST).is_file():
-                continue  # it has never come to be one
-            try:
-                return open_checkpoint(self.path / name)
-            except UsageError as error:
-                warnings.warn(f"{error}; looking for an earlier one", stacklevel=2)
-        return None
+        """The newest checkpoint that is whole; says of each later one why it is not.
+
+        Raises:
+            UsageError: there are some, and none is whole.
+        """
+        whole, unusable = self.look()
+        told = self._latest()
+        if whole is None and (unusable or told is not None):
+            reasons = unusable or [f"{LATEST} names {told!r}, and there is no such checkpoint"]
+            raise UsageError(
+                f"none of the checkpoints in {self.path} can be used, and nothing is removed:"
+                f" {'; '.join(reasons)}. Put back what was there, or choose another folder"
+            )
+        for reason in unusable:
+            rest = f"looking for an earlier one, and keeping this one as *{UNUSABLE}"
+            warnings.warn(f"{reason}; {rest}", stacklevel=2)
+        if whole is not None and (told is None or not self._is_one(told)):
+            what = "is missing" if told is None else f"names {told!r}, which is not there"
+            warnings.warn(
+                f"{self.path / LATEST} {what}; {whole.path.name} is the newest that is whole",
+                stacklevel=2,
+            )
+        return whole
+
+    def look(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and why each later one is not."""
+        unusable: list[str] = []
+        for step in self._steps():
+            if self._was_made(self.folder(step)):
+                try:
+                    return open_checkpoint(self.folder(step)), unusable
+                except UsageError as error:
+                    unusable.append(str(error))
+        return None, unusable
 
     @property
     def holds_some(self) -> bool:
         """Whether there is anything in it."""
-        return bool(self._names())
+        return bool(self._steps()) or self._latest() is not None
 
-    def _names(self) -> list[str]:
-        """The folders of checkpoints, newest first."""
+    def _steps(self) -> list[int]:
+        """The steps that there are folders of, newest first."""
         if not self.path.is_dir():
             return []
-        names = (entry.name for entry in self.path.iterdir() if entry.is_dir())
-        return sorted((name for name in names if _NAME.fullmatch(name)), reverse=True)
+        found = [_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
+        steps = sorted((int(match[1]) for match in found if match), reverse=True)
+        return [step for step in steps if self.folder(step).is_dir()]
 
-    def _latest(self) -> str:
+    def _was_made(self, folder: Path) -> bool:
+        """Whether a folder has been a checkpoint: the others are of runs that ended before."""
+        return _has_manifest(folder) or folder.name == self._latest()
+
+    def _is_one(self, name: str) -> bool:
+        return _NAME.fullmatch(name) is not None and (self.path / name).is_dir()
+
+    def _latest(self) -> str | None:
+        """What the file says that names the last one; None when it is not there."""
         try:
             with (self.path / LATEST).open("rb") as file:
-                name = file.read(64).decode().strip()
-        except (OSError, UnicodeDecodeError):
+                return file.read(64).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError:
             return ""
-        return name if _NAME.fullmatch(name) else ""
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether there is a manifest in a folder, one that cannot be read included."""
+    try:
+        (folder / MANIFEST).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def first_rank(path: Path) -> int | None:
@@ -203,7 +262,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for name, told in manifest["files"].items():
             _verify(path / name, told)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"checkpoint {path} is not whole: {error or type(error)}") from None
+        raise UsageError(f"checkpoint {path} cannot be used: {reason_of(error)}") from None
     return Checkpoint(path, manifest)
 
 
@@ -213,8 +272,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if len(content) > MAX_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST} must have at most {MAX_MANIFEST_BYTES} bytes")
     manifest = strict_json(content.decode())
-    if not isinstance(manifest, dict) or manifest["version"] != VERSION:
-        raise ValueError(f"{MANIFEST} must be of version {VERSION}")
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{MANIFEST} must be a dict")
+    if (version := manifest["version"]) != VERSION:
+        raise ValueError(
+            f"{MANIFEST}: version ({version}) must be {VERSION}: another Paceline has written it"
+        )
     if manifest != seal(manifest):
         raise ValueError(f"{MANIFEST} is not as it was written: its digest is another")
     ranks, step = manifest["ranks"], manifest["step"]
@@ -222,8 +285,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not whole or not ranks or ranks != sorted(set(ranks)) or ranks[0] < 0:
         raise ValueError(f"{MANIFEST}: ranks and step must be whole numbers, ranks in order")
     wanted = {METRICS, *map(_rank_file, ranks)}
-    if path.name != f"step-{step:09d}" or set(manifest["files"]) != wanted:
-        raise ValueError(f"{MANIFEST} must name its own folder, and the files of its ranks")
+    if path.name != (name := f"step-{step:09d}"):
+        raise ValueError(f"{MANIFEST} is that of {name}: the folder must have this name")
+    if set(manifest["files"]) != wanted:
+        raise ValueError(f"{MANIFEST} must name the files of its ranks")
     float(manifest["time_s"])
     if not isinstance(manifest["config"], dict):
         raise ValueError(f"{MANIFEST} must hold a configuration")
