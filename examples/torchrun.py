@@ -1,4 +1,4 @@
-"""A plain script for any launcher: torchrun, Slurm, Ray, or none.
+"""A plain script for any launcher: torchrun, mpirun, srun, Ray, or none.
 
 On two workers, and on one:
 

@@ -18,7 +18,7 @@ from torch.optim import SGD
 import paceline as pl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "PYTHONUNBUFFERED"}
+OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "PYTHONUNBUFFERED"}
 
 
 def run(folder, *command):

@@ -141,6 +141,42 @@ def test_in_rank_order_gloo_sums_as_shared_memory_does(agent, one_thread, tmp_pa
     assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")
 
 
+LAUNCHERS = {
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "{rank}",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+        "PMIX_NAMESPACE": "prterun-host-{job}@1",
+    },
+    "srun": {
+        "SLURM_JOB_ID": "{job}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "{rank}",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "node07",
+    },
+}
+
+
+@on_distributed
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_of_mpirun_and_srun_are_one_run(launcher, one_thread, tmp_path):
+    variables, job = LAUNCHERS[launcher], os.getpid()
+    argument = {"variables": variables, "job": job, "seed": 5, "out": str(tmp_path / "init")}
+    told = run_ranks(refer_to(runs.train_by_variables), [argument] * 2)
+    assert told == [[0, 2], [1, 2]]
+    pl.launch(runs.train, workers=2, seed=5, out=tmp_path / "launch")
+    assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")
+
+
+def test_a_launch_in_each_process_of_a_launcher_is_refused(monkeypatch):
+    for name, text in LAUNCHERS["mpirun"].items():
+        monkeypatch.setenv(name, text.format(rank=1, job=7))
+    with pytest.raises(pl.UsageError, match=r"has started 2 processes: use pl\.init there"):
+        pl.launch(runs.train)
+
+
 ONE_WORKER = ("downpour", "ssp", "cyclic", "layered", "easgd(interval=3)")
 
 
@@ -165,7 +201,7 @@ def test_one_worker_and_its_server_under_a_launcher_train_together(one_thread, t
 
 @on_shared_memory
 def test_init_alone_is_a_world_of_one(monkeypatch, one_thread, tmp_path):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     with torch.random.fork_rng(), pl.init(seed=9, out=tmp_path / "init") as worker:
         assert (worker.rank, worker.size, worker.comm.alive()) == (0, 1, (0,))

@@ -5,7 +5,6 @@ The same ``train(worker)`` function goes into all three.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from paceline.errors import PacelineError, Served, UsageError, WorkerFailed
 from paceline.folder import RankFiles, RecordedRun, check_out, write_config, write_result
 from paceline.hazards import Hazards
 from paceline.keeper import Keeper, Plan, Stopped
-from paceline.launched import launched_rank_and_size
+from paceline.launched import Launched, launched
 from paceline.losses import Losses
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Channel, Message, run_ranks, threads_per_rank
@@ -106,6 +105,7 @@ def launch(
         Interrupted: a signal told the run to end; with checkpoints, it has made one.
     """
     began_s = time.monotonic()
+    refuse_under_launcher()
     prototype = make_strategy(strategy)
     check_seed(seed)
     check_real_workers(workers)
@@ -392,9 +392,9 @@ def init(
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
 ) -> Iterator[Worker]:
-    """The worker of a plain script, under torchrun, Slurm, Ray, or alone.
+    """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
-    The standard environment variables say who this process is; without them it is a world of one.
+    The launcher's environment variables say who this process is; without them it is a world of one.
     On leaving the block the worker is finished. A rank that is no worker ends inside it.
 
     Args:
@@ -410,7 +410,8 @@ def init(
     check_seed(seed)
     if out is not None:
         check_out(out)
-    transport = _connect(limits or Limits(), rank_order)
+    place = launched()
+    transport = _connect(place, limits or Limits(), rank_order)
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
     files = RankFiles(out, transport.rank)
     seed_user_generators(seed, transport.rank)
@@ -425,7 +426,7 @@ def init(
         method,
         workers=workers,
         seed=seed,
-        device=device_of(device, int(os.environ.get("LOCAL_RANK", transport.rank))),
+        device=device_of(device, place.local_rank),
         report=report,
         on_event=say_event,
     )
@@ -490,13 +491,13 @@ def gather_summaries(worker: Worker) -> list[Summary]:
     return [Summary.from_numbers(row) for row in table.tolist()]
 
 
-def _connect(limits: Limits, rank_order: bool) -> Transport:
-    from paceline.comm.distributed import connect_by_environment
+def _connect(place: Launched, limits: Limits, rank_order: bool) -> Transport:
+    from paceline.comm.distributed import connect_launched
     from paceline.comm.solo import SoloTransport
 
-    if launched_rank_and_size()[1] == 1:
+    if place.size == 1:
         return SoloTransport()
-    return connect_by_environment(limits, rank_order=rank_order)
+    return connect_launched(place, limits, rank_order=rank_order)
 
 
 def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> None:
@@ -509,6 +510,16 @@ def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> No
     except PacelineError as error:
         error.add_note(f"on rank {worker.rank} at {worker.comm.now():.6f} s")
         raise
+
+
+def refuse_under_launcher() -> None:
+    """Refuse to start processes in each process of another launcher: so many runs, side by side."""
+    size = launched().size
+    if size > 1:
+        raise UsageError(
+            f"pl.launch must not be called under a launcher, which has started {size} processes:"
+            " use pl.init there, or start the script once"
+        )
 
 
 def ranks_for(strategy: Strategy, workers: int) -> int:

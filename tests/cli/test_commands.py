@@ -117,8 +117,17 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
 def test_what_a_launcher_decides_is_refused_under_one(option, why, paceline, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     done = paceline("run", "-s", "gossip", *option, code=2)
     assert f"{option[0]} must not be given under a launcher: {why}" in done.err
+
+
+@pytest.mark.parametrize("port", ["70000", "web"])
+def test_a_port_of_a_launcher_that_is_none_is_told_in_one_sentence(port, paceline, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    done = paceline("run", code=2)
+    assert f"MASTER_PORT ({port}) must be a whole number from 1 to 65535" in done.err
 
 
 def test_torchrun_starts_a_run_too(tmp_path):

@@ -117,6 +117,15 @@ def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any])
         train(worker)
 
 
+def train_by_variables(transport: Any, channel: Any, argument: dict[str, Any]) -> list[int]:
+    """What a launcher makes of a script with ``init`` that sets just these variables."""
+    for name, text in argument["variables"].items():
+        os.environ[name] = text.format(rank=transport.rank, job=argument["job"])
+    with pl.init(seed=argument["seed"], rank_order=True, out=argument["out"]) as worker:
+        train(worker)
+    return [worker.rank, worker.size]
+
+
 def by_environment(transport: Any, argument: dict[str, Any]) -> None:
     """Make this rank one that another launcher has started; ``port`` is where they meet."""
     os.environ |= {

@@ -14,7 +14,7 @@ from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
 from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.folder import MODEL, RecordedRun, largest_difference
-from paceline.launched import launched_rank_and_size
+from paceline.launched import launched
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Nursery
 from paceline.strategies import strategy_name
@@ -48,7 +48,7 @@ class Job:
 
         The result; None on the ranks of a launcher other than 0.
         """
-        world = launched_rank_and_size()[1]
+        world = launched().size
         count = (world if world > 1 else 2) if workers is None else workers
         check_real_workers(count)
         chosen = transport or default_transport()

@@ -26,7 +26,7 @@ from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import Peers, Watch
 from paceline.comm.mail import Mail
 from paceline.errors import MessageMismatch, PeerLost, UsageError
-from paceline.launched import launched_rank_and_size
+from paceline.launched import Launched
 
 _OPS = ("all_reduce", "broadcast")
 _TICK = timedelta(seconds=0.25)
@@ -44,28 +44,25 @@ def connect_on_loopback(
     return _join(store, "127.0.0.1", rank, size, limits, started_s)
 
 
-def connect_by_environment(limits: Limits, *, rank_order: bool = False) -> DistributedTransport:
-    """Join the run that the standard environment variables describe (torchrun, Slurm, Ray)."""
-    rank, size = launched_rank_and_size()
+def connect_launched(
+    place: Launched, limits: Limits, *, rank_order: bool = False
+) -> DistributedTransport:
+    """Join the run that a launcher has started (torchrun, mpirun, srun, Ray)."""
     started_s = time.monotonic()
+    rank, size, host, port = place.rank, place.size, place.address, place.port
     store: dist.Store
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         return DistributedTransport(
             store, rank, size, limits, started_s, rank_order, owns_groups=False
         )
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        port = int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise UsageError("MASTER_PORT must be set to the port of rank 0, on every rank") from None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent = dist.TCPStore(host, port, size, False)
         store = dist.PrefixStore(f"attempt_{attempt}", agent)
     else:
         store = open_store(host, port, rank, size)
-    return _join(store, host, rank, size, limits, started_s, rank_order)
+    return _join(store, host, rank, size, limits, started_s, rank_order, place.local_size)
 
 
 def open_store(host: str, port: int, rank: int, size: int, fd: int | None = None) -> dist.Store:
@@ -90,18 +87,22 @@ def _join(
     limits: Limits,
     started_s: float,
     rank_order: bool = False,
+    local_size: int | None = None,
 ) -> DistributedTransport:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
-        _backend(size), store=store, rank=rank, world_size=size, timeout=_forever(limits)
+        _backend(local_size or size),
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=_forever(limits),
     )
     return DistributedTransport(store, rank, size, limits, started_s, rank_order)
 
 
-def _backend(size: int) -> str:
+def _backend(here: int) -> str:
     """nccl for what lies on GPUs, unless ranks of this host share one, which nccl refuses."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"
 
 
