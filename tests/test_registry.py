@@ -221,6 +221,31 @@ def test_a_class_that_nobody_registered_goes_by_its_own_name(installed):
     assert strategy_name(Mine()) == "Mine"
 
 
+BROKEN = {
+    "no name": ("METADATA", b""),
+    "no text": ("METADATA", b"Name: \xff\n"),
+    "points that are no text": ("entry_points.txt", b"[paceline.strategies]\n\xff = a:b\n"),
+    "points without a value": ("entry_points.txt", b"[paceline.strategies]\nwhat is this\n"),
+    "points of no group": ("entry_points.txt", b"acme-ring = acme_pace:Ring\n[["),
+    "a folder for points": ("entry_points.txt", None),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_package_does_not_spoil_the_others(installed, how, tmp_path_factory, monkeypatch):
+    name, content = BROKEN[how]
+    folder = tmp_path_factory.mktemp("broken")
+    broken = folder / "broken-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Name: broken\n")
+    (broken / name).write_bytes(content) if content is not None else (broken / name).mkdir()
+    installed(*GOOD)
+    monkeypatch.syspath_prepend(folder)  # found before the good one
+    assert make_strategy("acme-ring").interval == 4
+    assert strategy_names() == [*STRATEGIES, "acme-ring"]
+    assert strategy_name(strategy_class("acme-ring")()) == "acme-ring"
+
+
 _LAZY = """
 import contextlib, io, sys
 from paceline.cli import main

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +91,17 @@ def _foreign() -> dict[str, EntryPoint]:
 
 @functools.cache
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """What the packages on ``path`` have registered; looked up once for each path."""
-    from importlib.metadata import entry_points
+    """What the packages on ``path`` have registered; looked up once for each path.
 
-    return tuple(entry_points(group=GROUP))
+    A package whose records cannot be read has registered nothing: it must not spoil the others.
+    """
+    from importlib.metadata import distributions
+
+    found: dict[str, list[EntryPoint]] = {}
+    for package in distributions():
+        with suppress(Exception):
+            found.setdefault(package.name, [p for p in package.entry_points if p.group == GROUP])
+    return tuple(point for points in found.values() for point in points)
 
 
 def _load(point: EntryPoint) -> type[Strategy]:
@@ -120,7 +128,7 @@ def _names(point: EntryPoint, cls: type) -> bool:
     """Whether an entry point stands for a class that is loaded; imports nothing."""
     try:
         return bool(attrgetter(point.attr)(sys.modules[point.module]) is cls)
-    except (AttributeError, KeyError):
+    except Exception:  # a malformed one raises what its Python pleases
         return False
 
 
