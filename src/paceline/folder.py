@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import platform
+import runpy
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -200,12 +202,19 @@ def rank_trace(folder: Path, rank: int) -> Path:
 
 def provenance() -> dict[str, Any]:
     """The versions behind a result."""
-    versions = {"paceline": __version__, **{name: version(name) for name in ("torch", "numpy")}}
+    versions = {"paceline": __version__, "torch": _torch_version(), "numpy": version("numpy")}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "platform": platform.platform(),
         "git_revision": _git_revision(),
     }
+
+
+def _torch_version() -> str:
+    """As torch tells it, with its build (``+cu130``), which its package may lack; loads nothing."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None, "a package that we depend on"
+    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
 
 
 def _git_revision() -> str | None:
