@@ -316,7 +316,6 @@ def test_the_command_runs_one_claim_and_finds_its_runs_again(paceline, monkeypat
     [
         (["nothing"], 'no claim "nothing"'),
         (["--full"], "--full needs --data"),
-        (["--full", "--data", "."], "must hold CIFAR-10"),
         (["--rates", "none.json"], "rates (none.json) cannot be read"),
         (["--seed", "-1"], "seed (-1) must be from 0"),
         (["--sweep", "--full"], "--full needs --data"),
@@ -324,3 +323,14 @@ def test_the_command_runs_one_claim_and_finds_its_runs_again(paceline, monkeypat
 )
 def test_bad_input_is_refused_in_a_sentence(line, complaint, paceline):
     assert complaint in paceline("papers", *line, code=2).err
+
+
+def test_a_data_folder_is_looked_into_for_each_data_set(paceline, tmp_path, monkeypatch):
+    nowhere = str(tmp_path / "nowhere")
+    monkeypatch.setattr("paceline.tasks.recipe.FOLDERS", (nowhere,))
+    line = ("papers", "--full", "--data", ".")
+    assert f"Fashion-MNIST was not found in {nowhere}" in paceline(*line, code=2).err
+    images = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz"
+    images.parent.mkdir()
+    images.touch()
+    assert "data (.) must hold CIFAR-10" in paceline(*line, code=2).err
