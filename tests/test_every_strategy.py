@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import battery
 from support.battery import BATCH, STEPS, UNEVEN, WORKERS
 from support.training import Problem, beat, flat
@@ -60,6 +60,9 @@ FORMS = [form for n in STRATEGIES for form in [SPECS.get(n, n), *VARIANTS.get(n,
 every_name = pytest.mark.parametrize("name", STRATEGIES)
 every_form = pytest.mark.parametrize("spec", FORMS)
 every_plain_form = pytest.mark.parametrize("spec", FORMS + EAMSGD)
+every_kind = pytest.mark.parametrize(
+    "spec", [*(SPECS.get(n, n) for n in STRATEGIES), "sasgd(interval=3, global_lr=0.01)", *EAMSGD]
+)
 
 
 def run_on(transport: str, train: Any, spec: str, **how: Any) -> pl.Result:
@@ -255,7 +258,7 @@ def _replace(worker: pl.Worker, fresh: dict[str, Any], folder: Any) -> None:
 @every_plain_form
 def test_a_scaler_whose_first_scales_overflow_costs_these_steps_and_no_more(spec):
     """About ten overflow one after the other, each halves the scale, and nobody is set aside."""
-    problem, ends = Problem(seed=19, steps=30, dtype=torch.float32), {}
+    problem, ends = Problem(seed=19, steps=20, dtype=torch.float32), {}
 
     def train(worker):
         net = problem.model()
@@ -290,7 +293,7 @@ def read_in_every_way(net):
     return flat(net)
 
 
-@every_plain_form
+@every_kind
 def test_nothing_touches_the_answer_that_is_read(spec, tmp_path):
     problem, ends = Problem(seed=23), {}
 
@@ -314,6 +317,98 @@ def test_nothing_touches_the_answer_that_is_read(spec, tmp_path):
     saved = problem.model()
     saved.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(flat(saved), ends[0])
+
+
+# What the user loads -----------------------------------------------------------------------------
+
+
+def train_and(problem, ends, load, at_step=None):
+    """A training that calls ``load(worker, net)`` before a step, or after the last one."""
+
+    def train(worker):
+        net = problem.model()
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.05))
+        for step in range(problem.steps):
+            if step == at_step:
+                load(worker, net)
+            sgd.zero_grad()
+            problem.loss(net, worker.rank, step).backward()
+            sgd.step()
+        if at_step is None:
+            load(worker, net)
+        worker.finish()
+        ends[worker.rank] = flat(net)
+
+    return train
+
+
+@every_kind
+@pytest.mark.parametrize("loaders", [range(WORKERS), [0]], ids=["all", "first"])
+def test_weights_that_are_loaded_after_the_last_step_are_the_answer(spec, loaders, tmp_path):
+    problem, ends, plain = Problem(seed=29), {}, {}
+
+    def load(worker, net):
+        if worker.rank in loaders:
+            net.load_state_dict(Problem(seed=30).model().state_dict())
+            with worker.answer(net):
+                assert torch.equal(flat(net), flat(Problem(seed=30).model()))
+
+    pl.simulate(train_and(problem, ends, load), workers=WORKERS, strategy=spec, out=tmp_path)
+    pl.simulate(train_and(problem, plain, lambda *_: None), workers=WORKERS, strategy=spec)
+    best = flat(Problem(seed=30).model())
+    for rank, end in ends.items():
+        assert torch.equal(end, best if rank in loaders else plain[rank])
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(torch.cat([saved[name].reshape(-1) for name in net_names(problem)]), best)
+
+
+def net_names(problem):
+    return [name for name, _ in problem.model().named_parameters()]
+
+
+@every_kind
+def test_weights_that_are_loaded_in_mid_run_are_refused_at_the_next_step(spec):
+    def load(worker, net):
+        net.load_state_dict(Problem(seed=30).model().state_dict())
+
+    with pytest.raises(pl.UsageError, match=r"step\(\) must not follow load_state_dict: .*setup"):
+        train = train_and(Problem(seed=29), {}, load, at_step=2)
+        pl.simulate(train, workers=WORKERS, strategy=spec)
+
+
+@every_kind
+def test_a_look_at_other_weights_and_back_changes_nothing(spec):
+    problem, ends, plain = Problem(seed=29), {}, {}
+
+    def look(worker, net):
+        before = copy.deepcopy(net.state_dict())
+        net.load_state_dict(Problem(seed=30).model().state_dict())
+        net.load_state_dict(before)
+
+    def do_not_look(worker, net):
+        worker.settle()
+
+    for at_step in (3, None):
+        pl.simulate(train_and(problem, ends, look, at_step), workers=WORKERS, strategy=spec)
+        pl.simulate(train_and(problem, plain, do_not_look, at_step), workers=WORKERS, strategy=spec)
+        assert all(torch.equal(ends[rank], plain[rank]) for rank in range(WORKERS))
+
+
+@every_kind
+def test_weights_that_are_loaded_before_the_first_step_are_those_to_begin_with(spec, tmp_path):
+    first, other, ends, plain = Problem(seed=29), Problem(seed=30), {}, {}
+    save_file(other.model().state_dict(), tmp_path / "weights.safetensors")
+
+    def load(worker, net):
+        worker.load_weights(tmp_path / "weights.safetensors")
+        with worker.answer(net):
+            assert torch.equal(flat(net), flat(other.model()))
+
+    first.batch_of = other.batch_of
+    how = {"workers": WORKERS, "strategy": spec, "cluster": beat()}
+    pl.simulate(train_and(first, ends, load, at_step=0), **how)
+    pl.simulate(train_and(other, plain, lambda *_: None), **how)
+    assert all(torch.equal(ends[rank], plain[rank]) for rank in range(WORKERS))
 
 
 # A law that training alone cannot pass -----------------------------------------------------------

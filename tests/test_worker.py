@@ -273,6 +273,24 @@ def test_save_and_load_go_on_as_if_nothing_happened(tmp_path, strategy, optimize
         assert torch.equal(ends["whole", rank], ends["second", rank])
 
 
+def load_inside_of_answer(worker, net):
+    make(worker, net)
+    with worker.answer(net):
+        net.load_state_dict(nn.Linear(2, 1).state_dict())
+
+
+def test_nothing_hangs_on_a_model_after_the_end():
+    def train(worker):
+        net = nn.Sequential(nn.Linear(2, 1))
+        make(worker, net)
+        worker.finish()
+        for module in net.modules():
+            assert not module._forward_pre_hooks and not module._state_dict_pre_hooks
+            assert not module._load_state_dict_pre_hooks
+
+    simulate(train, 2, strategy="layered")
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -283,6 +301,14 @@ def test_save_and_load_go_on_as_if_nothing_happened(tmp_path, strategy, optimize
         (
             lambda worker, net: (make(worker, net), worker.answer(nn.Linear(1, 1)).__enter__()),
             "takes the model that worker.setup was given",
+        ),
+        (
+            lambda worker, net: load_inside_of_answer(worker, net),
+            "must not be called inside worker",
+        ),
+        (
+            lambda worker, net: (make(worker, net)[1].step(), worker.load_weights("/nowhere")),
+            "load_weights must be called before the first step, got 1 steps",
         ),
     ],
 )

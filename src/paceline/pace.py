@@ -49,7 +49,8 @@ class Pace:
         rejoined: how often it was left behind, and came back.
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
-        on_step: called after each step; ``on_return`` after it was left behind and came back.
+        before_step: called before each step; ``on_step`` after it; ``on_return`` after the worker
+            was left behind and came back.
         rejoin: how it comes back.
         on_skip: called instead of a step that lies before the checkpoint that the run goes on from.
     """
@@ -74,6 +75,7 @@ class Pace:
         self.last: Mark | None = None
         self.paused: str | None = None
         self.syncing = True
+        self.before_step: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self.on_return: Callable[[], None] = lambda: None
         self.rejoin: Callable[[], None] = lambda: strategy.rejoin(replica.flat.x)
@@ -94,6 +96,7 @@ class Pace:
         if self.on_skip is not None:
             self.on_skip()
             return
+        self.before_step()
         replica, flat = self.replica, self.replica.flat
         samples, self._drawn = self._drawn, 0
         self._full_batch = max(self._full_batch, samples)

@@ -23,6 +23,7 @@ from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Place, Sharing
 from paceline.errors import CommTimeout, LeftBehind, PeerLost, PeersGone, Served, UsageError
+from paceline.hooks import Loads
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
 from paceline.pace import Pace
@@ -77,6 +78,7 @@ class Worker:
         self._on_event, self._on_ready = on_event, on_ready
         self._pace: Pace | None = None
         self._model: nn.Module | None = None
+        self._loads: Loads | None = None
         self._loaders: dict[int, PacedLoader] = {}
         self._in_hand: list[tuple[int, int, int]] = []
         self._places: dict[int, Place] = {}
@@ -109,6 +111,7 @@ class Worker:
         self._pace.on_return = self._has_returned
         self._pace.rejoin = lambda: self._rejoin(replica.flat.x)
         self._model = model
+        self._loads = Loads(model, self._pace, self.settle)
         self.strategy.bind(self.comm, replica, self.size, self.seed)
         self.strategy.guard.tell = self.tell
         if self._keeper is not None:
@@ -124,8 +127,6 @@ class Worker:
             self._pace.come_back()
         self._on_ready()
         self._pace.account_first()
-        if self.strategy.defers and not alone:
-            _settle_before_reading(model, self.settle)
         self._transport.resume()
         return model, PacedOptimizer(optimizer, self._pace)
 
@@ -294,6 +295,8 @@ class Worker:
 
     def _has_returned(self) -> None:
         """In another life, nothing counts that was under way: others have its batches by now."""
+        assert self._loads is not None
+        self._loads.forget()
         self._in_hand.clear()
         for span in self._running().replica.flat.spans:
             span.parameter.grad = None
@@ -390,8 +393,9 @@ class Worker:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         pace.settle()
         x = pace.replica.flat.x
-        alone = pace.alone or self.catching_up
-        answer = None if alone else pace.keep_up(lambda: self.strategy.answer(x), again=True)
+        assert self._loads is not None
+        own = pace.alone or self.catching_up or self._loads.has_answer
+        answer = None if own else pace.keep_up(lambda: self.strategy.answer(x), again=True)
         answer = x if answer is None else answer
         replica = None if answer is x else x.clone()
         if replica is not None:
@@ -434,11 +438,19 @@ class Worker:
     # Ending --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Flush what is pending and leave the method's answer in the model. Idempotent."""
+        """Flush what is pending and leave the method's answer in the model. Idempotent.
+
+        Weights that were loaded into the model after its last step are the answer of this worker
+        instead; nothing touches the model any more.
+        """
         pace = self._pace
         if pace is None or self._finished:
             return
         self._finished = True
+        assert self._loads is not None
+        self._loads.end(partial(self._come_to_the_end, pace))
+
+    def _come_to_the_end(self, pace: Pace) -> None:
         self.catch_up()
         self._transport.retire()
         pace.settle()
@@ -504,18 +516,31 @@ class Worker:
         write_generators(state["generators"], self.device)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load weights into the model; call it on every worker, after ``setup``.
+        """Begin with other weights; call it on every worker, between ``setup`` and the first step.
+
+        The parameters are those that rank 0 read. A worker that comes late, or goes on from a
+        checkpoint, has better ones: then this does nothing. After :meth:`finish` it only loads.
 
         Args:
             path: a safetensors file of a module's state dict, plain, wrapped in
                 DistributedDataParallel or compiled; or the folder of a checkpoint.
         """
-        self._running()
-        assert self._model is not None
+        pace = self._running()
+        if pace.steps and not self._finished:
+            raise UsageError(
+                f"worker.load_weights must be called before the first step, got {pace.steps} steps"
+            )
+        if self._transport.late or self.catching_up:
+            return
+        assert self._model is not None and self._loads is not None
         try:
-            self._model.load_state_dict(read_weights(Path(path)))
+            with self._loads.ignored():
+                self._model.load_state_dict(read_weights(Path(path)))
         except RuntimeError as error:
             raise UsageError(f"weights ({path}) must fit the model: {error}") from None
+        if not (pace.alone or self._finished):
+            self.strategy.adopt(pace.replica.flat.x)
+            self._transport.resume()
 
     # For checkpoints -----------------------------------------------------------------------------
 
@@ -545,7 +570,9 @@ class Worker:
         """Put the user's objects into the state that :meth:`own_state` gave."""
         assert self._model is not None
         replica = self._running().replica
-        self._model.load_state_dict(state["model"])
+        assert self._loads is not None
+        with self._loads.ignored():
+            self._model.load_state_dict(state["model"])
         replica.optimizer.load_state_dict(state["optimizer"])
         replica.optimizer.zero_grad()
         for name, thing in self._tracked.items():
@@ -603,27 +630,6 @@ def _spread(x: Tensor, workers: Comm) -> tuple[Tensor, Tensor, int]:
     mean /= workers.all_reduce(mean)
     square = (x - mean).double().square().sum().reshape(1).cpu()
     return mean, square, workers.all_reduce(square)
-
-
-class _Settle:
-    """A hook that settles; copies and pickles of the model carry one that does nothing."""
-
-    def __init__(self, settle: Callable[[], None] | None = None) -> None:
-        self._settle = settle
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._settle is not None:
-            self._settle()
-
-    def __reduce__(self) -> tuple[type[_Settle], tuple[()]]:
-        return _Settle, ()
-
-
-def _settle_before_reading(model: nn.Module, settle: Callable[[], None]) -> None:
-    hook = _Settle(settle)
-    for module in model.modules():
-        module.register_forward_pre_hook(hook)
-        module.register_state_dict_pre_hook(hook)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -106,6 +106,18 @@ class Strategy(ABC):
         """Before step 0: everyone who is here takes the parameters of rank 0."""
         self.comm.group(self.comm.starters()).broadcast(x)
 
+    def adopt(self, x: Tensor) -> None:
+        """Between :meth:`setup` and step 0, on every worker: begin with other parameters of rank 0.
+
+        A method with roles beside workers, which serve by then, says how.
+        """
+        if len(self.roles(self.workers)) > self.workers:
+            raise UsageError(
+                f"{type(self).__name__} has roles beside workers, and cannot load weights after"
+                " worker.setup without adopt()"
+            )
+        self.setup(x)
+
     def join(self, x: Tensor) -> None:
         """Instead of :meth:`setup`, of a worker that comes later: take what the others have."""
         raise UsageError(f"{type(self).__name__} takes no worker in mid-run")

@@ -129,6 +129,9 @@ class Layered(Strategy):
         super().setup(x)
         self._lay_out(x)
 
+    def adopt(self, x: Tensor) -> None:
+        self.comm.group(self.first_workers()).broadcast(x)  # communicators hold no model
+
     def _lay_out(self, x: Tensor) -> None:
         flat = self.replica.flat
         self._numbers = len(Head._fields) + len(flat.spans)

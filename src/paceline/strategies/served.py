@@ -35,6 +35,7 @@ ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
 REQUEST, REPLY = 1, 2
 ABSENT = -1.0
 DROPPED = -1.0
+ADOPT = 2.0
 LIFE = 1 << 20
 """What the numbers of requests begin with, times the life of their worker."""
 KEPT_EVERY = 16
@@ -50,7 +51,8 @@ class Request(NamedTuple):
         batches: in the vector; 0: nothing to apply.
         token: the generation of the token that the worker holds, where there is one.
         last: whether the worker has come to its end.
-        join: whether it is the first request of a worker that came late.
+        join: whether it is the first request of a worker that came late; 2: its vector is the
+            shard to begin with.
         number: of the request, from 1, among those of its worker to this server.
     """
 
@@ -217,6 +219,16 @@ class Served(Strategy):
             reply = self._take_in(shard, x, seen[1][8 * self.books :])
         return reply
 
+    def adopt(self, x: Tensor) -> None:
+        if len(self.roles(self.workers)) == self.workers:
+            super().adopt(x)
+            return
+        workers = self.comm.group(self.first_workers())
+        workers.broadcast(x)
+        if workers.rank == 0:
+            self.exchange(x, x, batches=0, join=ADOPT)
+        workers.barrier()  # nobody asks the servers for anything else before
+
     def join(self, x: Tensor) -> None:
         if not any(self.asked):  # what an earlier life has asked, a successor may still know
             self.asked = [LIFE * self.comm.life(self.comm.rank)] * self.shards
@@ -353,6 +365,11 @@ class Served(Strategy):
             if not request.join and round(request.number) // LIFE == known // LIFE:
                 self.missed += round(request.number) - known - 1
             self.done[src] = request.number
+            if request.join == ADOPT:
+                self.shelf.vector.copy_(parcel.vector)
+                self.publish()
+                self.reply(src)
+                continue
             request = self._judged(src, request, parcel.vector)
             self.act(src, request, parcel.vector, values[len(Request._fields) :])
 
