@@ -18,12 +18,26 @@ MOMENTUM = 0.9
 class Master:
     """A shard of the model, stepped in place by an optimizer with the user's parameter groups.
 
+    Weight decay belongs to each gradient, so that workers have added theirs; only one that is no
+    part of a gradient (AdamW's) is left to the server.
+
+    Args:
+        w: the shard.
+        part: its place in the vector of all parameters.
+        replica: this rank's model, with the user's optimizer.
+        kind: of the optimizer, as ``server_optimizer`` names it.
+        coupled: whether weight decay is in the gradients.
+
     Attributes:
         optimizer: that steps it.
     """
 
-    def __init__(self, w: Tensor, part: slice, replica: Replica, kind: str) -> None:
-        self._user, self._kind = replica.optimizer, kind
+    def __init__(self, w: Tensor, part: slice, replica: Replica, kind: str, coupled: bool) -> None:
+        self._user, self._kind, self._coupled = replica.optimizer, kind, coupled
+        self._spans = [
+            (w[_overlap(slice(span.start, span.end), part)], span.group)
+            for span in replica.flat.spans
+        ]
         self._parts = [_overlap(group, part) for group in replica.flat.groups]
         self._parameters = [nn.Parameter(w[own]) for own in self._parts]
         groups = [
@@ -35,7 +49,7 @@ class Master:
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         if self._kind == "user":
             return {name: group[name] for name in self._user.defaults}
-        options = {"lr": group["lr"], "weight_decay": group.get("weight_decay", 0.0)}
+        options = {"lr": group["lr"], "maximize": group.get("maximize", False)}
         if self._kind == "momentum":
             options["momentum"] = group.get("momentum") or MOMENTUM
         return options
@@ -53,16 +67,27 @@ class Master:
         return made
 
     def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
-        """Step along ``gradient`` with the settings that came with it; decay so many ``times``."""
+        """Step along ``gradient`` with the settings that came with it.
+
+        It counts for so many gradients: so many ``times`` do parameters decay that have one, where
+        decay is not in it. Behind the settings stands in what share of them each has one, then.
+        """
         write_settings(self._user, settings)
         for group, theirs in zip(self.optimizer.param_groups, self._user.param_groups, strict=True):
-            names = self._user.defaults if self._kind == "user" else ("lr", "weight_decay")
+            names = self._user.defaults if self._kind == "user" else ("lr",)
             group.update({name: theirs[name] for name in names if name in theirs})
-            if times != 1 and "weight_decay" in group:
-                group["weight_decay"] *= times
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+        if not self._coupled:
+            self._decay(settings[-len(self._spans) :], times)
         for parameter, part in zip(self._parameters, self._parts, strict=True):
             parameter.grad = gradient[part] if parameter.numel() else None
         self.optimizer.step()
+
+    def _decay(self, shares: list[float], times: float) -> None:
+        for (w, number), share in zip(self._spans, shares, strict=True):
+            group = self._user.param_groups[number]
+            w.mul_(1 - float(group["lr"]) * group["weight_decay"] * share * times)
 
     def buffers(self) -> Tensor | None:
         """What the optimizer remembers, as one vector on the CPU; None where it remembers nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -74,15 +75,61 @@ class Replica:
         """Add what plain SGD steps along, ``g + weight_decay * x``, unless it is infinite."""
         if self.overflow:
             return
-        x, groups = self.flat.x, self.optimizer.param_groups
         total.add_(self.flat.g)
-        for part, group in zip(self.flat.groups, groups, strict=True):
-            if group["weight_decay"]:
-                total[part].add_(x[part], alpha=group["weight_decay"])
-        for span, missing in zip(self.flat.spans, self.flat.missing, strict=True):
-            if missing and (decay := groups[span.group]["weight_decay"]):
-                part = slice(span.start, span.end)
-                total[part].sub_(x[part], alpha=decay)
+        self._add_decay(total)
+
+    def decayed(self, g: Tensor) -> Tensor:
+        """The gradient ``g`` with weight decay in it, as SGD adds it: ``g + weight_decay * x``.
+
+        A parameter that has no gradient does not decay.
+        """
+        if not any(group.get("weight_decay") for group in self.optimizer.param_groups):
+            return g
+        v = g.clone()
+        self._add_decay(v)
+        return v
+
+    def _add_decay(self, v: Tensor) -> None:
+        """Add ``weight_decay * x``, for those parameters that have a gradient."""
+        flat, groups = self.flat, self.optimizer.param_groups
+        parts = list(zip(flat.groups, range(len(groups)), strict=True))
+        if any(flat.missing):
+            present = itertools.compress(flat.spans, (not missing for missing in flat.missing))
+            parts = [(slice(span.start, span.end), span.group) for span in present]
+        for part, number in parts:
+            if decay := groups[number].get("weight_decay"):
+                v[part].add_(
+                    flat.x[part], alpha=-decay if groups[number].get("maximize") else decay
+                )
+
+    def decay_is_coupled(self) -> bool:
+        """Whether the optimizer's weight decay is that of :meth:`decayed`: a part of the gradient.
+
+        Otherwise it is AdamW's: a step shrinks the parameters by ``lr * weight_decay``. Found by
+        steps of copies of the optimizer on one number.
+        """
+        if "weight_decay" not in self.optimizer.defaults:
+            return True
+        try:
+            return self._try_step(g=1.0, decay=0.5) == self._try_step(g=1.5, decay=0.0)
+        except TypeError:  # it cannot be made from groups alone, as a server has to
+            return True
+
+    def _try_step(self, g: float, decay: float) -> float:
+        """Where a new optimizer of the user's class takes the number 1 in one step."""
+        number = nn.Parameter(torch.ones(1, device=self.flat.x.device))
+        number.grad = torch.full_like(number, g)
+        self._probe(number, lr=0.5, weight_decay=decay, maximize=False)
+        return number.item()
+
+    def _probe(self, number: nn.Parameter, **settings: Any) -> Optimizer:
+        """A copy of the user's optimizer that has made one step on ``number``."""
+        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
+        known = {name: value for name, value in settings.items() if name in group}
+        kind: Any = type(self.optimizer)
+        probe: Optimizer = kind([{"params": [number], **group, **known}])
+        probe.step()
+        return probe
 
     def moments(self) -> list[str]:
         """The names of the optimizer's buffers that are shaped like the parameters.
@@ -90,15 +137,11 @@ class Replica:
         Found by a step of a copy of the optimizer on one number, so that every rank knows them
         before its own first step.
         """
-        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.zeros(1)
-        kind: Any = type(self.optimizer)
-        probe = kind([{"params": [number], **group}])
-        probe.step()
         return [
             name
-            for name, value in probe.state[number].items()
+            for name, value in self._probe(number).state[number].items()
             if isinstance(value, Tensor) and value.shape == number.shape and name != "step"
         ]
 

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import paceline as pl
 from paceline.sim.cluster import Link
 from paceline.strategies.cyclic import Cyclic
+from paceline.strategies.served import GradientServed
 
 crowds = st.integers(2, 5)
 intervals = st.integers(1, 4)
@@ -283,6 +284,7 @@ def only_rank_0(problem):
 @pytest.mark.parametrize("method", ["downpour", "ssp", "cyclic"])
 def test_e10_with_one_active_worker_a_served_method_is_sgd(method, problem, lr, shards):
     """The other worker has no data; the server steps as the plain optimizer would."""
+    problem.batch += 1  # of one sample, torch rounds otherwise: its gradient lies column by column
     problem.optimizer = sgd(lr, momentum=0.9, weight_decay=0.01)
     strategy = f"{method}(shards={shards})"
     actual, _ = problem.run(strategy, 2, steps=only_rank_0(problem), cluster=beat())
@@ -291,8 +293,10 @@ def test_e10_with_one_active_worker_a_served_method_is_sgd(method, problem, lr, 
 
 
 @settings(max_examples=10)
-@given(problem=problems, interval=intervals)
-def test_e10_downpour_with_equal_intervals_is_sgd_to_rounding(problem, interval):
+@given(problem=problems, interval=intervals, decay=st.floats(0, 0.5), maximize=st.booleans())
+def test_e10_downpour_with_equal_intervals_is_sgd_to_rounding(problem, interval, decay, maximize):
+    """Weight decay included: it belongs to each of the gradients that a push is the sum of."""
+    problem.optimizer = sgd(0.1, weight_decay=decay, maximize=maximize)
     options = f"push_interval={interval}, fetch_interval={interval}"
     actual, _ = problem.run(f"downpour({options})", 2, steps=only_rank_0(problem), cluster=beat())
     assert_close(actual[0], problem.run_alone())
@@ -322,6 +326,111 @@ def test_e11_lock_step_pushes_are_delayed_sgd(method, problem, workers, lr, shar
     assert_replicas_equal(actual)
     assert torch.equal(actual[0], delayed_sgd(problem, workers, lr))
     assert result.staleness_max == workers - 1
+
+
+def served(problem, workers, batches, decay, server, local_move):
+    """Round robin: every worker adds up so many gradients, with decay in each, and pushes them."""
+    w = flat(problem.model())
+    xs, sums = [w.clone()] * workers, [torch.zeros_like(w)] * workers
+    optimizer = server([w])
+    for step in range(problem.steps):
+        for rank in range(workers):
+            g = gradient_at(problem, xs[rank], rank, step) + decay * xs[rank]
+            sums[rank] = sums[rank] + g
+            if local_move:
+                xs[rank] = xs[rank] - 0.1 * g
+            if (step + 1) % batches == 0 or step == problem.steps - 1:
+                w.grad = sums[rank]
+                optimizer.step()
+                xs[rank], sums[rank] = w.clone(), torch.zeros_like(w)
+    return w
+
+
+SERVED = {  # the batches of a push, and whether a worker moves between them
+    "downpour": (1, True),
+    "downpour(push_interval=4, fetch_interval=4)": (4, True),
+    "ssp(bound=100)": (1, False),
+    "cyclic(max_accumulated=1)": (1, False),
+}
+SERVERS = {
+    "user": lambda w: SGD(w, lr=0.1),
+    "sgd": lambda w: SGD(w, lr=0.1),
+    "momentum": lambda w: SGD(w, lr=0.1, momentum=0.9),
+    "adagrad": lambda w: torch.optim.Adagrad(w, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("method", SERVED)
+@settings(max_examples=4)
+@given(problem=problems, workers=crowds, decay=st.floats(0, 0.5))
+def test_weight_decay_belongs_to_each_gradient(method, server, problem, workers, decay):
+    """It is taken at the model that the gradient was, and not at the server's of a later time."""
+    batches, local_move = SERVED[method]
+    problem.optimizer = sgd(0.1, weight_decay=decay)
+    strategy = replace(pl.strategies.make_strategy(method), server_optimizer=server)
+    actual, _ = problem.run(strategy, workers, cluster=beat())
+    local_move = local_move and server != "adagrad"
+    assert_close(
+        actual[0], served(problem, workers, batches, decay, SERVERS[server], local_move), 1e-10
+    )
+
+
+def only_decay(strategy, kind, workers, steps, every=1):
+    """Nothing moves but by decay: weights have zeros for a gradient, now and then; a bias none."""
+    ends = {}
+
+    def train(worker):
+        net = nn.Linear(2, 3, dtype=torch.float64)
+        nn.init.ones_(net.weight)
+        nn.init.ones_(net.bias)
+        net, paced = worker.setup(net, kind(net.parameters(), lr=0.1, weight_decay=0.5))
+        for step in range(steps(worker.rank)):
+            paced.zero_grad()
+            net.weight.grad = None if step % every else torch.zeros_like(net.weight)
+            paced.step()
+        worker.finish()
+        ends[worker.rank] = net
+
+    pl.simulate(train, workers=workers, strategy=strategy, cluster=beat(1.0, 1.7, 3.1))
+    assert torch.equal(ends[0].bias, torch.ones(3, dtype=torch.float64))
+    return ends[0].weight.detach()
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "downpour(push_interval=3, fetch_interval=3, local_move=false)",
+        "ssp",
+        "cyclic(scale=mean)",
+        "cyclic(scale=sum)",
+    ],
+)
+def test_what_has_a_gradient_decays_once_for_each_that_a_push_counts_for(method, kind, monkeypatch):
+    pushes, inner = [], GradientServed.apply
+
+    def apply(strategy, request, *rest):
+        if request.batches:
+            pushes.append((request.batches, strategy.version - round(request.version)))
+        inner(strategy, request, *rest)
+
+    monkeypatch.setattr(GradientServed, "apply", apply)
+    weight = only_decay(method, kind, workers=3, steps=lambda rank: 6)
+    w = [1.0]
+    for batches, age in pushes:
+        times = 1 if "mean" in method else batches
+        at = w[-1 - age] if kind is SGD else w[-1]  # where the gradient was, or where the server is
+        w.append(w[-1] - 0.1 * 0.5 * times * at)
+    assert sum(batches for batches, _ in pushes) == 18
+    assert_close(weight, torch.full_like(weight, w[-1]))
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW])
+def test_batches_without_a_gradient_do_not_decay_what_others_of_the_push_do(kind):
+    strategy = "downpour(push_interval=4, fetch_interval=4, local_move=false)"
+    weight = only_decay(strategy, kind, workers=2, steps=lambda rank: 8 * (rank == 0), every=2)
+    assert_close(weight, torch.full_like(weight, (1 - 0.1 * 0.5 * 2) ** 2))
 
 
 @dataclass(kw_only=True)

@@ -293,12 +293,12 @@ def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
 
     def run(on, take_over):
         w = on(torch.arange(5.0))
-        master = Master(w, part, replica, "user")
+        master = Master(w, part, replica, "user", coupled=True)
         for step in range(4):
             if step == 2 and take_over:
                 left = master.buffers()
                 assert left.device.type == "cpu"
-                master = Master(w, part, replica, "user")
+                master = Master(w, part, replica, "user", coupled=True)
                 master.load_buffers(left)
             master.step(on(torch.arange(5.0) - step), settings, 1)
         return w

@@ -92,7 +92,8 @@ class Pushes(Observer):
     def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor) -> None:
         assert worker.pace is not None
         bad = worker.pace.replica.overflow  # and counts as none
-        who, sum_ = self._who(worker.rank), torch.zeros_like(g) if bad else g.clone()
+        decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
+        who, sum_ = self._who(worker.rank), torch.zeros_like(g) if bad else g + decay * x
         before = self._gradients[who]
         self._gradients[who] = sum_ if before is None else before + sum_
         inner(x, g)
@@ -274,11 +275,8 @@ class Pushes(Observer):
         if kind == "adagrad" or (kind == "user" and own == "adam"):
             shadow.known = False
             return
-        decay = 0.1 if own == "decay" else 0.0
-        sums = isinstance(strategy, Cyclic) and strategy.scale == "sum"
-        times = push.request.batches if sums else 1
         momentum = 0.9 if kind == "momentum" or (kind == "user" and own == "momentum") else 0.0
-        step = push.vector + decay * times * w
+        step = push.vector
         if momentum:
             if self.scene.life(strategy.comm.rank) > 1:
                 shadow.known = False  # a successor has the buffers of a while ago

@@ -41,7 +41,7 @@ class Cyclic(GradientServed):
             cyclic method.
         scale: ``mean`` pushes a/c, ``sum`` pushes a.
         local_move: whether a worker moves its own model, by lr * g, between its turns.
-        server_optimizer: as for Downpour.
+        server_optimizer: as for Downpour, weight decay included.
         shards: servers, each with an equal part of the model.
 
     Example:

@@ -34,6 +34,10 @@ class Downpour(GradientServed):
         \text{push: } w \leftarrow \mathrm{optimizer}(w, a_i),\ a_i \leftarrow 0, \qquad
         \text{fetch: } x_i \leftarrow w
 
+    Weight decay belongs to each gradient: g_i has it in it, at the model x_i, for those parameters
+    that have a gradient. Only a decay that is no part of a gradient, as AdamW's, is made by the
+    server, once for each gradient of a push.
+
     Args:
         push_interval: steps between pushes.
         fetch_interval: steps between fetches.
@@ -41,7 +45,8 @@ class Downpour(GradientServed):
         local_move: whether a worker moves its own model between fetches; when not given, unless
             the server's optimizer is an adaptive one.
         server_optimizer: ``user`` is the class of the user's own, with its parameter groups;
-            ``sgd``, ``momentum`` and ``adagrad`` take only learning rate and weight decay from it.
+            ``sgd``, ``momentum`` and ``adagrad`` take only the learning rate from it (and gradients
+            its weight decay).
         shards: servers, each with an equal part of the model.
 
     Example:
@@ -139,6 +144,6 @@ class Downpour(GradientServed):
         self.unheard = True
 
     def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
-        self.apply(request, vector, settings)
+        self.apply(request, vector, settings, request.batches)
         if request.reply:
             self.reply(src)

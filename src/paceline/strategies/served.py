@@ -109,7 +109,11 @@ class Served(Strategy):
         numel = replica.flat.x.numel()
         edges = [numel * shard // self.shards for shard in range(self.shards + 1)]
         self.parts = [slice(*pair) for pair in pairwise(edges)]
-        self._settings = len(read_settings(replica.optimizer))
+        self._settings = len(self.settings())
+
+    def settings(self) -> list[float]:
+        """The numbers of this worker's optimizer that go with a request."""
+        return read_settings(self.replica.optimizer)
 
     @property
     def books(self) -> int:
@@ -135,7 +139,7 @@ class Served(Strategy):
     def ask(self, shard: int, vector: Tensor, request: Request, must: bool = True) -> bool:
         """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
         request = request._replace(number=self.asked[shard] + 1)
-        numbers = (*request, *read_settings(self.replica.optimizer))
+        numbers = (*request, *self.settings())
         message = Parcel.of(numbers, vector[self.parts[shard]]).buffer
         server = self.workers + shard
         life = self.comm.life(server)
@@ -251,7 +255,7 @@ class Served(Strategy):
 
     def summon(self, rank: int, number: int, stop: bool) -> None:
         request = Request(number=SUMMONS, version=number, batches=stop)
-        numbers = (*request, *read_settings(self.replica.optimizer))
+        numbers = (*request, *self.settings())
         part = self.replica.flat.x[self.parts[rank - self.workers]]
         self.comm.send(Parcel.of(numbers, part).buffer, rank, REQUEST)
 
@@ -442,8 +446,17 @@ class Served(Strategy):
 class GradientServed(Served):
     """Servers that apply gradients, with an optimizer of their own.
 
-    They do not know which parameters had no gradient in a step: those count as zero there, and
-    decay with the rest. A gradient is clipped by its worker, before it is pushed.
+    They do not know which parameters had no gradient in a step: those count as zero there. A
+    gradient is clipped by its worker, before it is pushed; then the worker adds weight decay to it,
+    if the parameter has one, at the model that it was computed at. Only where decay is no part of
+    the gradient, as in AdamW, does the server shrink its model by ``lr * weight_decay``, for each
+    gradient in a push; the share of them that each parameter has one in is sent along.
+
+    Attributes:
+        pending: the gradients that are still to be pushed.
+        given: in how many of them each parameter has one.
+        accrued: their sum.
+        coupled: whether weight decay is in the gradients.
     """
 
     server_optimizer: ServerOptimizer = "user"
@@ -451,7 +464,19 @@ class GradientServed(Served):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pending = 0
+        self.given: list[int] = []
         self.accrued: Tensor | None = None
+
+    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
+        self.coupled = self.server_optimizer != "user" or replica.decay_is_coupled()
+        super().bind(comm, replica, workers, seed)
+
+    def settings(self) -> list[float]:
+        own = super().settings()
+        if self.coupled:
+            return own
+        given = self.given or [0] * len(self.replica.flat.spans)
+        return [*own, *(count / max(1, self.pending) for count in given)]
 
     def lr_factor(self, workers: int) -> float:
         """Every push counts in full, and is the older the more workers there are."""
@@ -462,15 +487,26 @@ class GradientServed(Served):
         if self.accrued is None:
             self.accrued = g.new_zeros(g.shape)
         if not self.replica.overflow:
-            self.replica.clip()
-            self.accrued += g
+            v = self.finished(g)
+            self.accrued += v
             self.pending += 1
             if local_move:
-                self.replica.plain_move(g)
+                self.replica.plain_move(v)
+
+    def finished(self, g: Tensor) -> Tensor:
+        """A gradient as it is pushed: clipped, and with its weight decay."""
+        self.replica.clip()
+        if self.coupled:
+            return self.replica.decayed(g)
+        missing = self.replica.flat.missing
+        before = self.given or [0] * len(missing)
+        self.given = [count + (not lacks) for count, lacks in zip(before, missing, strict=True)]
+        return g
 
     def pushed(self) -> None:
         """Begin to add up anew."""
         self.pending = 0
+        self.given = []
         if self.accrued is not None:
             self.accrued.zero_()
 
@@ -483,7 +519,18 @@ class GradientServed(Served):
     def open(self, w: Tensor, part: slice) -> None:
         from paceline.master import Master
 
-        self.master = Master(w, part, self.replica, self.server_optimizer)
+        self.master = Master(w, part, self.replica, self.server_optimizer, self.coupled)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.comm.rank >= self.workers:
+            return super().state_dict()
+        return {**super().state_dict(), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.comm.rank < self.workers:
+            self.given = state["given"]
+            state = {name: value for name, value in state.items() if name != "given"}
+        super().load_state_dict(state)
 
     def server_state(self) -> dict[str, Any]:
         return {**super().server_state(), "optimizer": self.master.optimizer.state_dict()}
@@ -507,7 +554,7 @@ class GradientServed(Served):
     def apply(
         self, request: Request, gradient: Tensor, settings: list[float], times: float = 1
     ) -> None:
-        """Step with the gradient of a request; of none, do nothing."""
+        """Step with what a request holds, if anything; it counts for ``times`` gradients."""
         if request.batches:
             self.master.step(gradient, settings, times)
             self.updated(request)

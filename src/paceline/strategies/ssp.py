@@ -34,7 +34,7 @@ class SSP(GradientServed):
 
     Args:
         bound: how many steps a worker may be ahead of the slowest.
-        server_optimizer: as for Downpour.
+        server_optimizer: as for Downpour, weight decay included.
         shards: servers, each with an equal part of the model.
 
     Example:
@@ -86,9 +86,9 @@ class SSP(GradientServed):
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
         self.steps += 1
-        self.replica.clip()
         bad = self.replica.overflow  # and is not sent
-        self.exchange(x if bad else g, x, batches=not bad)
+        self.exchange(x if bad else self.finished(g), x, batches=not bad)
+        self.pushed()
 
     def flush(self, x: Tensor) -> None:
         self.exchange(x, x, batches=0, last=1)
