@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import platform
 import runpy
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from os import PathLike
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline._version import __version__
 from paceline.errors import UsageError
+from paceline.files import FILE_MODE, make_folder, open_private, write_private
 from paceline.trace import Trace, merge
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ FILES = CONFIG, METRICS, TRACE, MODEL, RESULT = (
     "model.safetensors",
     "result.json",
 )
+LOCK = ".lock"
+"""Held by the process that writes the folder, as long as it does."""
 TIMELINE = "timeline.json"
 """What ``paceline timeline`` makes of a trace, where no other name is given."""
 
@@ -39,11 +45,11 @@ class RunFolder:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             files = map(self.path.joinpath, (*FILES, TIMELINE))
             for stale in [*files, *self.path.glob("trace.*.jsonl")]:
                 stale.unlink(missing_ok=True)
-            self._metrics = (self.path / METRICS).open("w", encoding="utf-8")
+            self._metrics = open_private(self.path / METRICS)
         except OSError as error:
             raise _cannot_write(path, error) from None
 
@@ -85,14 +91,14 @@ class RankFiles:
         self._path, self._rank = (None if out is None else Path(out)), rank
         self._metrics: TextIO | None = None
         if self._path is not None:
-            self._path.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path)
         self.trace = Trace(rank_trace(self._path, rank), goes_on=goes_on) if self._path else None
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics of this rank."""
         if self._path is not None:
-            name = f"metrics.{self._rank}.jsonl"
-            self._metrics = self._metrics or (self._path / name).open("w", encoding="utf-8")
+            path = self._path / f"metrics.{self._rank}.jsonl"
+            self._metrics = self._metrics or open_private(path)
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
 
@@ -170,20 +176,63 @@ def largest_difference(one: Path, other: Path) -> float | None:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write what a run was asked to do, and with which versions it does it."""
     text = json.dumps({**config, **provenance()}, indent=2, default=str)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_private(folder / CONFIG, text + "\n")
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Write what a run has come to, and its metrics with what is known of them only then."""
-    (folder / RESULT).write_text(json.dumps(result) + "\n", encoding="utf-8")
+    write_private(folder / RESULT, json.dumps(result) + "\n")
     lines = [json.dumps(record) + "\n" for record in result["metrics"]]
-    (folder / METRICS).write_text("".join(lines), encoding="utf-8")
+    write_private(folder / METRICS, "".join(lines))
+
+
+@contextmanager
+def claim(out: str | PathLike[str] | None) -> Iterator[None]:
+    """Have the folder of a run for oneself; refuses one that another run still writes.
+
+    The lock is the kernel's: it ends with the process that holds it, however that ends.
+    """
+    if out is None:
+        yield
+        return
+    check_out(out)
+    path = Path(out) / LOCK
+    lock = _lock(path, out)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _lock(path: Path, out: str | PathLike[str]) -> int:
+    """Lock a file; the descriptor that holds the lock."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 20, 0).decode(errors="replace") or "another"
+            os.close(lock)
+            raise UsageError(
+                f"out ({out}) must not be in use: process {owner} still writes a run there; wait"
+                " for its end, or choose another folder"
+            ) from None
+        except OSError:  # there are file systems without locks
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                break
+        os.close(lock)  # who had it before has removed it
+    with suppress(OSError):  # a full disk
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
 
 
 def check_out(path: str | PathLike[str]) -> None:
     """Refuse a folder that cannot be written, before a run is made for it."""
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        make_folder(Path(path))
         with TemporaryFile(dir=path):
             pass
     except OSError as error:

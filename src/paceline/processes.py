@@ -218,11 +218,7 @@ def run_ranks(
     on after losses can be asked to take a worker in. The run's clock begins at ``start_s``.
     """
     size = len(arguments)
-    if in_rank:
-        raise UsageError(
-            "a rank must not launch: ranks read the script anew, so what starts the run has to"
-            ' stand under if __name__ == "__main__":'
-        )
+    refuse_in_rank()
     with Nursery.borrow() as nursery, _meeting_place(transport, size) as (place, fds):
         late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
@@ -248,6 +244,15 @@ def run_ranks(
             crew.end()
     crew.raise_failure()
     return [rank.value for rank in crew.ranks]
+
+
+def refuse_in_rank() -> None:
+    """Refuse to launch in a rank."""
+    if in_rank:
+        raise UsageError(
+            "a rank must not launch: ranks read the script anew, so what starts the run has to"
+            ' stand under if __name__ == "__main__":'
+        )
 
 
 @contextmanager

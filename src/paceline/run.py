@@ -5,14 +5,15 @@ The same ``train(worker)`` function goes into all three.
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.checkpoint.states import save_tensors
@@ -22,13 +23,20 @@ from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
 from paceline.errors import PacelineError, Served, UsageError, WorkerFailed
-from paceline.folder import RankFiles, RecordedRun, check_out, write_config, write_result
+from paceline.folder import RankFiles, RecordedRun, check_out, claim, write_config, write_result
 from paceline.hazards import Hazards
 from paceline.keeper import Keeper, Plan, Stopped
 from paceline.launched import Launched, launched
 from paceline.losses import Losses
 from paceline.options import one_of
-from paceline.processes import TRANSPORTS, Channel, Message, run_ranks, threads_per_rank
+from paceline.processes import (
+    TRANSPORTS,
+    Channel,
+    Message,
+    refuse_in_rank,
+    run_ranks,
+    threads_per_rank,
+)
 from paceline.reference import (
     Reference,
     find,
@@ -51,10 +59,29 @@ from paceline.trace import Trace
 from paceline.worker import Metric, Worker
 
 Train = Callable[..., None]
+P = ParamSpec("P")
 STOPPED: Message = {"stopped": True}
 """What a rank returns that has ended after a last checkpoint."""
 
 
+def _alone_in_out(
+    check: Callable[[], None] = lambda: None,
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Have what starts a run ``check`` first, and have its folder for itself to the end."""
+
+    def wrap(start: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(start)
+        def run(*args: P.args, **how: P.kwargs) -> Result:
+            check()
+            with claim(cast(Any, how.get("out"))):
+                return start(*args, **how)
+
+        return run
+
+    return wrap
+
+
+@_alone_in_out(refuse_in_rank)
 def launch(
     train: Train | Reference,
     *,
@@ -215,6 +242,7 @@ def _keeper_of_rank(plan: Message | None, channel: Channel) -> Keeper | None:
     return keeper
 
 
+@_alone_in_out()
 def simulate(
     train: Train,
     *,
@@ -381,6 +409,22 @@ def _recorded(
     return Replay(run.trace)
 
 
+def _rank_0_alone_in_out(
+    start: Callable[P, AbstractContextManager[Worker]],
+) -> Callable[P, AbstractContextManager[Worker]]:
+    """Have rank 0 keep other runs out of the folder; without it the other ranks do not begin."""
+
+    @functools.wraps(start)
+    @contextmanager
+    def run(*args: P.args, **how: P.kwargs) -> Iterator[Worker]:
+        out = how.get("out") if launched().rank == 0 else None
+        with claim(cast(Any, out)), start(*args, **how) as worker:
+            yield worker
+
+    return run
+
+
+@_rank_0_alone_in_out
 @contextmanager
 def init(
     *,

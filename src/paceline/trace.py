@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import UsageError
+from paceline.files import open_private
 
 _BUFFERED = 4096
 
@@ -42,10 +43,10 @@ class Trace:
         self._clock = clock
         self._file: TextIO | None = None
         if path is not None and goes_on:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open_private(path, "a")
             self._file.write("\n")  # a line of before may have been cut off
         elif path is not None:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = open_private(path)
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
         self._flush_at = _BUFFERED
@@ -100,7 +101,7 @@ def _time(record: Record) -> float:
 
 def merge(parts: Sequence[Path], path: Path) -> None:
     """Merge the traces of single ranks by time into one file, and remove them."""
-    with path.open("w", encoding="utf-8") as out:
+    with open_private(path) as out:
         streams = [_lines(part) for part in parts if part.exists()]
         out.writelines(line for _, line in heapq.merge(*streams, key=lambda item: item[0]))
     for part in parts:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, WorkerFailed
+from paceline.files import make_folder, write_private
 from paceline.folder import provenance
 from paceline.options import build
 from paceline.pool import answers, cores, serve
@@ -161,7 +162,7 @@ class Book:
         self._folder, self._made = folder, provenance()
         self._versions = json.dumps(self._made["versions"], sort_keys=True)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
 
     def find(self, config: str) -> Outcome | None:
         """The outcome of a configuration, if it is there."""
@@ -174,10 +175,9 @@ class Book:
         """Write an outcome down, with what it was made by."""
         path = self.path(config)
         if path is not None:
-            made, fresh = json.dumps(self._made), path.with_suffix(".new")
+            made = json.dumps(self._made)
             text = f'{{"config": {config}, "made": {made}, "outcome": {outcome}}}\n'
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+            write_private(path, text)
 
     def path(self, config: str) -> Path | None:
         """The file of a configuration."""

@@ -14,6 +14,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.files import make_folder, opener
+
 FAILPOINT = "PACELINE_FAILPOINT"
 KINDS = ("rank", "metrics", "manifest", "latest")
 POINTS = ("open", "write", "fsync", "rename", "folder", "end")
@@ -26,7 +28,7 @@ class Disk:
     def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
         """Make a file; ``on_half`` is called when half of it is written."""
         half = len(content) // 2
-        with path.open("wb") as file:
+        with open(path, "wb", opener=opener) as file:
             file.write(content[:half])
             file.flush()
             on_half()
@@ -46,7 +48,7 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Make a folder, unless it is there."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder, unless it is gone."""

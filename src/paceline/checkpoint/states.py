@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.checkpoint.disk import replace_file
 from paceline.errors import UsageError
+from paceline.files import make_folder
 
 MAX_HEADER_BYTES = 8 << 20
 _UNFIT = (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError)
@@ -40,7 +41,7 @@ def pack_tensors(tensors: Mapping[str, Tensor], header: dict[str, str] | None = 
 def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """Write a nested state of tensors, numbers, texts, lists and dicts."""
     content = pack_state(state)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     replace_file(folder / f"{name}.safetensors", content, "rank")
 
 

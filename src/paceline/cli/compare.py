@@ -20,6 +20,8 @@ from paceline.cli.screen import Screen, number, seconds, size
 from paceline.cli.task import Task
 from paceline.cli.train import Job, default_transport
 from paceline.errors import PacelineError, UsageError, unknown
+from paceline.files import write_private
+from paceline.folder import claim
 from paceline.options import at_least, field_types
 from paceline.seeds import check_seed
 from paceline.sim.models import stands_for_note
@@ -83,11 +85,12 @@ class Comparison:
 
         load_template()  # if anything is missing for the report, say so now
         cases = [*self._cases()]
-        outcomes = (self._simulate if self.clusters else self._run)(screen, cases)
-        if all(outcome.result is None for outcome in outcomes):
-            raise NoRunEnded(outcomes[0])
-        self.rows = [self._row(*pair) for pair in zip(cases, outcomes, strict=True)]
-        self.report = write_report([self.out])
+        with claim(self.out):
+            outcomes = (self._simulate if self.clusters else self._run)(screen, cases)
+            if all(outcome.result is None for outcome in outcomes):
+                raise NoRunEnded(outcomes[0])
+            self.rows = [self._row(*pair) for pair in zip(cases, outcomes, strict=True)]
+            self.report = write_report([self.out])
 
     def _cases(self) -> Iterator[Case]:
         places: Sequence[Cluster | None] = self.clusters or [None]
@@ -191,7 +194,7 @@ class Comparison:
             "made_at": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "runs": runs,
         }
-        (self.out / COMPARISON).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_private(self.out / COMPARISON, json.dumps(told, indent=1) + "\n")
 
     # Showing them --------------------------------------------------------------------------------
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.options import Training
 from paceline.errors import UsageError
+from paceline.files import FOLDER_MODE
 from paceline.folder import check_out
 from paceline.options import above, at_least, finite
 from paceline.seeds import check_seed
@@ -57,15 +60,16 @@ def recorded_task(config: Mapping[str, Any]) -> Task:
 
 def choose_out(out: Path | None, what: str) -> Path:
     """The folder of a run: the one that was given, or a fresh one under ``runs``."""
-    chosen = out
-    if chosen is None:
-        stem = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
-        chosen = stem
-        count = 1
-        while chosen.exists():
-            count += 1
-            chosen = stem.with_name(f"{stem.name}-{count}")
-    check_out(chosen)
+    if out is not None:
+        check_out(out)
+        return out
+    stem = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
+    check_out(stem.parent)
+    for number in itertools.count(1):
+        chosen = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        with suppress(FileExistsError):  # it is an earlier run's, or one's that begins together
+            chosen.mkdir(FOLDER_MODE)
+            break
     return chosen
 
 
