@@ -32,6 +32,7 @@ SPECS = {
     "layered": "layered(group_size=2)",
 }
 """Methods in a form whose intervals do not divide the 7 steps of a run."""
+CYCLIC_SUM = "cyclic(form=gradient, scale=sum, shards=2, local_move=true)"
 VARIANTS = {
     "sasgd": ["sasgd(interval=3, global_lr=0.01)", "sasgd(interval=2, momentum=average, warmup=3)"],
     "downpour": [
@@ -40,7 +41,7 @@ VARIANTS = {
         "downpour(server_optimizer=adagrad)",
     ],
     "easgd": ["easgd(interval=3, sync=true)", "easgd(interval=2, shards=3)"],
-    "cyclic": ["cyclic(max_accumulated=1)", "cyclic(scale=sum, shards=2, local_move=true)"],
+    "cyclic": ["cyclic(max_accumulated=1)", CYCLIC_SUM],
     "gossip": [
         "gossip(mode=push, interval=2)",
         "gossip(sync=true, interval=2)",

@@ -35,13 +35,14 @@ SERVED = [
     "downpour",
     "downpour(push_interval=2, fetch_interval=3, shards=2)",
     "ssp(bound=1)",
+    "cyclic(form=gradient, max_accumulated=4)",
     "cyclic",
     "cyclic(max_accumulated=1, shards=2)",
     "easgd(interval=2)",
     "easgd(interval=2, momentum=0.5)",
 ]
 PEERS = ["gossip", "gossip(mode=push)", "gossip(order=parallel)", "adpsgd"]
-SHARES_MODELS = [*LOCKSTEP[2:], "easgd(interval=2)", "easgd(interval=2, momentum=0.5)", *PEERS]
+SHARES_MODELS = [*LOCKSTEP[2:], *SERVED[-4:], *PEERS]
 every = pytest.mark.parametrize("strategy", [*LOCKSTEP, *SERVED, *PEERS])
 WORKERS, STEPS, BAD = 4, 16, 2
 

@@ -340,7 +340,14 @@ def test_faults_and_shared_cores_give_the_same_run_twice():
 
 
 @pytest.mark.parametrize(
-    "strategy", ["downpour(push_interval=1, fetch_interval=1)", "ssp", "easgd", "cyclic"]
+    "strategy",
+    [
+        "downpour(push_interval=1, fetch_interval=1)",
+        "ssp",
+        "easgd",
+        "cyclic(max_accumulated=1)",
+        "cyclic(form=gradient, max_accumulated=1)",
+    ],
 )
 def test_a_server_is_busy_with_each_update(strategy):
     def run(**serving):

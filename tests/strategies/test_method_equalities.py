@@ -21,9 +21,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 import paceline as pl
-from paceline.sim.cluster import Link
+from paceline.errors import UsageError
+from paceline.sim.cluster import Cluster, Compute, Link
+from paceline.strategies import make_strategy
 from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.served import GradientServed
+from paceline.tasks.recipe import learning_rate
 
 crowds = st.integers(2, 5)
 intervals = st.integers(1, 4)
@@ -281,12 +284,12 @@ def only_rank_0(problem):
 
 @settings(max_examples=8)
 @given(problem=problems, lr=rates, shards=st.integers(1, 3))
-@pytest.mark.parametrize("method", ["downpour", "ssp", "cyclic"])
+@pytest.mark.parametrize("method", ["downpour(", "ssp(", "cyclic(form=gradient, "])
 def test_e10_with_one_active_worker_a_served_method_is_sgd(method, problem, lr, shards):
     """The other worker has no data; the server steps as the plain optimizer would."""
     problem.batch += 1  # of one sample, torch rounds otherwise: its gradient lies column by column
     problem.optimizer = sgd(lr, momentum=0.9, weight_decay=0.01)
-    strategy = f"{method}(shards={shards})"
+    strategy = f"{method}shards={shards})"
     actual, _ = problem.run(strategy, 2, steps=only_rank_0(problem), cluster=beat())
     assert_replicas_equal(actual)
     assert torch.equal(actual[0], problem.run_alone())
@@ -318,13 +321,23 @@ def delayed_sgd(problem, workers, lr):
 
 @settings(max_examples=8)
 @given(problem=problems, workers=crowds, lr=rates, shards=st.integers(1, 3))
-@pytest.mark.parametrize("method", ["downpour", "cyclic"])
+@pytest.mark.parametrize("method", ["downpour(", "cyclic(form=gradient, max_accumulated=1, "])
 def test_e11_lock_step_pushes_are_delayed_sgd(method, problem, workers, lr, shards):
     problem.optimizer = sgd(lr)
-    options = f"shards={shards}" + (", max_accumulated=1" if method == "cyclic" else "")
-    actual, result = problem.run(f"{method}({options})", workers, cluster=beat())
+    actual, result = problem.run(f"{method}shards={shards})", workers, cluster=beat())
     assert_replicas_equal(actual)
     assert torch.equal(actual[0], delayed_sgd(problem, workers, lr))
+    assert result.staleness_max == workers - 1
+
+
+@settings(max_examples=8)
+@given(problem=problems, workers=crowds, lr=rates, shards=st.integers(1, 3))
+def test_lock_step_moves_are_delayed_sgd_at_the_rate_over_p(problem, workers, lr, shards):
+    problem.optimizer = sgd(lr)
+    strategy = f"cyclic(max_accumulated=1, shards={shards})"
+    actual, result = problem.run(strategy, workers, cluster=beat())
+    assert_replicas_equal(actual)
+    assert_close(actual[0], delayed_sgd(problem, workers, lr / workers))
     assert result.staleness_max == workers - 1
 
 
@@ -350,7 +363,7 @@ SERVED = {  # the batches of a push, and whether a worker moves between them
     "downpour": (1, True),
     "downpour(push_interval=4, fetch_interval=4)": (4, True),
     "ssp(bound=100)": (1, False),
-    "cyclic(max_accumulated=1)": (1, False),
+    "cyclic(form=gradient, max_accumulated=1)": (1, False),
 }
 SERVERS = {
     "user": lambda w: SGD(w, lr=0.1),
@@ -403,8 +416,8 @@ def only_decay(strategy, kind, workers, steps, every=1):
     [
         "downpour(push_interval=3, fetch_interval=3, local_move=false)",
         "ssp",
-        "cyclic(scale=mean)",
-        "cyclic(scale=sum)",
+        "cyclic(form=gradient, scale=mean)",
+        "cyclic(form=gradient, scale=sum)",
     ],
 )
 def test_what_has_a_gradient_decays_once_for_each_that_a_push_counts_for(method, kind, monkeypatch):
@@ -435,14 +448,52 @@ def test_batches_without_a_gradient_do_not_decay_what_others_of_the_push_do(kind
 
 @dataclass(kw_only=True)
 class WatchedCyclic(Cyclic):
-    """Writes down who pushed, how old the gradient was, and of how many batches."""
+    """Writes down who pushed, how old it was, and of how many batches; and who left the ring."""
 
     pushes: ClassVar[list[tuple[int, int, int]]] = []
+    left: ClassVar[dict[int, int]] = {}
+    """The number of the last push that each worker was in the ring for."""
 
     def act(self, src, request, vector, settings):
+        if request.last:
+            self.left[src] = len(self.pushes) - (not request.batches)
         if request.batches:
             self.pushes.append((src, self.version - round(request.version), request.batches))
         super().act(src, request, vector, settings)
+
+
+def moved_in_turn(problem, workers, lr, momentum):
+    """The servers' model after the pushes of a run: each of them made once more, by its listing."""
+    w = flat(problem.model())
+    read, velocities, steps = [w] * workers, [torch.zeros_like(w)] * workers, [0] * workers
+    for number, (rank, _, batches) in enumerate(WatchedCyclic.pushes):
+        x = read[rank]
+        for _ in range(round(batches)):
+            g = gradient_at(problem, x, rank, steps[rank])
+            velocities[rank] = momentum * velocities[rank] + g
+            x = move(x, velocities[rank], lr)
+            steps[rank] += 1
+        ring = sum(WatchedCyclic.left[other] >= number for other in range(workers))
+        w = w + (x - read[rank]) / ring
+        read[rank] = w
+    return w
+
+
+@settings(max_examples=10)
+@given(
+    slowness=st.lists(st.floats(0.5, 4), min_size=2, max_size=5),
+    bound=st.sampled_from([1, 3, 100]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    lr=rates,
+)
+def test_at_any_speeds_moves_follow_their_listing(slowness, bound, momentum, lr):
+    """Each turn takes the servers' model 1/p of the way that the worker went, p of the ring."""
+    problem, workers = Problem(seed=1, steps=9, optimizer=sgd(lr, momentum=momentum)), len(slowness)
+    WatchedCyclic.pushes.clear()
+    method = WatchedCyclic(max_accumulated=bound)
+    actual, _ = problem.run(method, workers, cluster=beat(*slowness, 1.0))
+    assert_replicas_equal(actual)
+    assert_close(actual[0], moved_in_turn(problem, workers, lr, momentum))
 
 
 @settings(max_examples=10)
@@ -450,12 +501,13 @@ class WatchedCyclic(Cyclic):
     slowness=st.lists(st.floats(0.5, 4), min_size=2, max_size=6),
     bound=st.sampled_from([1, 3, 8, 100]),
 )
-def test_e12_pushes_are_cyclic_and_p_minus_1_old_at_any_speeds(slowness, bound):
+@pytest.mark.parametrize("form", ["move", "gradient"])
+def test_e12_pushes_are_cyclic_and_p_minus_1_old_at_any_speeds(form, slowness, bound):
     workers, steps = len(slowness), 12
     problem = Problem(seed=1, steps=steps)
     WatchedCyclic.pushes.clear()
     _, result = problem.run(
-        WatchedCyclic(max_accumulated=bound), workers, cluster=beat(*slowness, 1.0)
+        WatchedCyclic(form=form, max_accumulated=bound), workers, cluster=beat(*slowness, 1.0)
     )
     order = [src for src, _, _ in WatchedCyclic.pushes]
     ended = min(len(order) - 1 - order[::-1].index(rank) for rank in range(workers))
@@ -466,9 +518,59 @@ def test_e12_pushes_are_cyclic_and_p_minus_1_old_at_any_speeds(slowness, bound):
     assert sum(batches for *_, batches in WatchedCyclic.pushes) == steps * workers == result.steps
 
 
+def left_after_40_steps(strategy):
+    """Of 1: how far 16 nearly equal workers still are from the least of x^2 / 2, at 0."""
+    ends = []
+
+    def train(worker):
+        net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.ones_(net.weight)
+        lr = 0.1 * worker.strategy.lr_factor(worker.size)
+        net, paced = worker.setup(net, SGD(net.parameters(), lr=lr))
+        for _ in range(40):
+            paced.zero_grad()
+            net.weight.square().sum().div(2).backward()
+            paced.step()
+        worker.finish()
+        ends.append(abs(net.weight.item()))
+
+    place = Cluster(compute=Compute(step_s=1.0, spread=0.05))
+    pl.simulate(train, workers=16, strategy=strategy, cluster=place)
+    return max(ends)
+
+
+def test_equal_workers_come_as_far_in_turn_as_in_lockstep():
+    """The paper's form does where nobody adds up; else its means of batches come less far."""
+    together = left_after_40_steps("allreduce")
+    assert left_after_40_steps("cyclic") < 2 * together
+    assert left_after_40_steps("cyclic(form=gradient, max_accumulated=1)") < 2 * together
+    assert left_after_40_steps("cyclic(form=gradient, max_accumulated=4)") > 10 * together
+
+
+@pytest.mark.parametrize(
+    "option", ["scale=sum", "local_move=true", "server_optimizer=sgd", "server_optimizer=adagrad"]
+)
+def test_moves_refuse_the_options_of_gradients(option):
+    name, value = option.split("=")
+    with pytest.raises(UsageError, match=rf"{name} \((?i:{value})\) must be .* unless form is"):
+        make_strategy(f"cyclic({option})")
+    make_strategy(f"cyclic(form=gradient, {option})")
+
+
+def test_the_recipe_takes_the_rate_of_each_form():
+    """The sweep was made with moves; the means of gradients want 1/p of it."""
+    moves, means = make_strategy("cyclic"), make_strategy("cyclic(form=gradient)")
+    for workers in (4, 8, 16):
+        rate = learning_rate(moves, "cnn", workers)
+        assert rate == learning_rate(moves, "cnn", 8)
+        assert learning_rate(means, "cnn", workers) == rate / workers
+
+
 @settings(max_examples=10)
 @given(slowness=st.lists(st.floats(0.5, 4), min_size=2, max_size=5), lr=rates)
-@pytest.mark.parametrize("method", ["cyclic(scale=sum)", "downpour(push_interval=3)"])
+@pytest.mark.parametrize(
+    "method", ["cyclic(form=gradient, scale=sum)", "downpour(push_interval=3)"]
+)
 def test_constant_gradients_add_up_whatever_the_speeds(method, slowness, lr):
     """Nothing is lost and nothing pushed twice: w ends at w0 - lr * the sum of all gradients."""
     ends, starts = {}, {}

@@ -418,12 +418,16 @@ def _ssp(random: Random, workers: int, optimizer: str) -> Options:
 
 
 def _cyclic(random: Random, workers: int, optimizer: str) -> Options:
-    return {
+    options: Options = {
+        "form": "gradient",
         "max_accumulated": int(random.integers(1, 5)),
         "scale": str(random.choice(["mean", "sum"])),
         "local_move": str(random.choice(["true", "false"])),
         **_served(random, workers, optimizer),
     }
+    if random.random() < 0.5:
+        return {name: options[name] for name in ("max_accumulated", "shards")}
+    return options
 
 
 def _easgd(random: Random, workers: int, optimizer: str) -> Options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ class Push:
         server_life: of the server that it was handed to.
         version: of the shard, once it is in it.
         moved: by how much it moved the shard.
+        ring: how many there are to divide a move by.
     """
 
     vector: Tensor
@@ -42,6 +42,7 @@ class Push:
     server_life: int
     version: int | None = None
     moved: Tensor | None = None
+    ring: int = 1
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Pushes(Observer):
         self._pushed: dict[tuple[Who, int, int], Push] = {}
         self._read: dict[tuple[Who, int], int] = {}
         self._shadows: dict[int, Shadow] = {}
-        self._gradients: defaultdict[Who, Tensor | None] = defaultdict(lambda: None)
+        self._made: dict[Who, Tensor] = {}
 
     def watches(self) -> bool:
         method = self.schedule.method
@@ -82,6 +83,7 @@ class Pushes(Observer):
         around(strategy, "fetch", lambda inner, *a: self._fetch(worker, inner, *a))
         if isinstance(strategy, GradientServed):
             around(strategy, "step", lambda inner, x, g: self._step(worker, inner, x, g))
+            around(strategy, "local_update", lambda inner: self._local_update(worker, inner))
             around(strategy, "flush", lambda inner, x: self._flush(worker, inner, x))
 
     def _who(self, rank: int) -> Who:
@@ -89,14 +91,26 @@ class Pushes(Observer):
 
     # Workers -------------------------------------------------------------------------------------
 
-    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor) -> None:
+    def _step(self, worker: Worker, inner: Any, x: Tensor, g: Tensor | None) -> None:
         assert worker.pace is not None
-        bad = worker.pace.replica.overflow  # and counts as none
-        decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
-        who, sum_ = self._who(worker.rank), torch.zeros_like(g) if bad else g + decay * x
-        before = self._gradients[who]
-        self._gradients[who] = sum_ if before is None else before + sum_
+        strategy: Any = worker.strategy
+        who = self._who(worker.rank)
+        if g is None and who not in self._made:  # it may have been moved before its first step
+            self._make(who, x - strategy.origin)
+        elif g is not None and not worker.pace.replica.overflow:  # which counts as none
+            decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
+            self._make(who, g + decay * x)
         inner(x, g)
+
+    def _local_update(self, worker: Worker, inner: Any) -> None:
+        assert worker.pace is not None
+        x = worker.pace.replica.flat.x
+        before = x.clone()
+        inner()
+        self._make(self._who(worker.rank), x - before)
+
+    def _make(self, who: Who, what: Tensor) -> None:
+        self._made[who] = what + self._made[who] if who in self._made else what
 
     def _ask(
         self, worker: Worker, inner: Any, shard: int, vector: Tensor, request: Request, **how: bool
@@ -169,20 +183,20 @@ class Pushes(Observer):
         self._read[who, shard] = version
 
     def _flush(self, worker: Worker, inner: Any, x: Tensor) -> None:
-        """Afterwards, the gradients of this life are all in the model, or lost with a server."""
+        """Afterwards, what this life has made is all in the model, or lost with a server."""
         inner(x)
         who, strategy = self._who(worker.rank), cast(Served, worker.strategy)
-        made = self._gradients[who]
-        mean = isinstance(strategy, Cyclic) and strategy.scale == "mean"
+        expected = self._made.get(who, torch.zeros_like(x))
+        moves = isinstance(strategy, Cyclic) and strategy.moves
+        mean = isinstance(strategy, Cyclic) and strategy.scale == "mean" and not moves
         total = torch.zeros_like(x)
         for (whose, shard, _), push in self._pushed.items():
             if whose == who and push.request.batches and self._counts(push, worker.size + shard):
                 times = push.request.batches if mean else 1.0
                 total[strategy.parts[shard]] += times * push.vector
-        expected = torch.zeros_like(x) if made is None else made
         self.scene.check(
             close(total, expected),
-            "every gradient counts once",
+            f"every {'move' if moves else 'gradient'} counts once",
             lambda: f"rank {who[0]} made {expected.tolist()}, pushed {total.tolist()}",
         )
 
@@ -212,7 +226,7 @@ class Pushes(Observer):
         self.scene.check(
             torch.equal(push.vector, vector), "messages", f"request {number} of rank {src} changed"
         )
-        shadow.acting = push
+        shadow.acting, push.ring = push, len({*strategy.listed(), src})
         inner(src, request, vector, settings)
         shadow.acting = None
 
@@ -270,6 +284,9 @@ class Pushes(Observer):
         if isinstance(strategy, EASGD):
             w += strategy.moving_rate * (push.vector - w)
             push.moved = w - before
+            return
+        if isinstance(strategy, Cyclic) and strategy.moves:
+            w += push.vector / push.ring
             return
         kind, own = strategy.server_optimizer, self.schedule.optimizer
         if kind == "adagrad" or (kind == "user" and own == "adam"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.faulttest.watched import Observer, around, close
 from paceline.strategies.adpsgd import ADPSGD
+from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.served import GradientServed
 from paceline.worker import Worker
@@ -20,7 +21,8 @@ class AtRest(Observer):
     """Without gradients servers stand still, AD-PSGD keeps the mean, others stay where they were.
 
     Workers begin apart from each other. An average lies between the least and the greatest of what
-    they began with, in each number; so does all that is made of averages.
+    they began with, in each number; so does all that is made of averages. What the moves of cyclic
+    come to, which hold how far apart their workers began, is told by :class:`~.served.Pushes`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -32,7 +34,9 @@ class AtRest(Observer):
     def watches(self) -> bool:
         schedule = self.schedule
         rests = schedule.objective == "still" and schedule.optimizer != "decay"
-        return rests and schedule.workers > 1 and not isinstance(schedule.method, DiLoCo)
+        method = schedule.method
+        moves = isinstance(method, DiLoCo) or (isinstance(method, Cyclic) and method.moves)
+        return rests and schedule.workers > 1 and not moves
 
     def attach(self, worker: Worker) -> None:
         if worker.rank < worker.size:

@@ -38,9 +38,10 @@ class SameAccuracy(Claim):
     """
     source = "abstract"
     setup = """
-        cyclic with max_accumulated 4 and either scale, with max_accumulated 1 (fixed), and
-        allreduce; 8 workers of speeds 1, 1, 1/2 and 1/4, batches of 16, plain SGD, each at
-        its own rate from the sweep; 5 seeds. The accuracy is that of the last record.
+        cyclic(form=gradient), the paper's own, with max_accumulated 4 and either scale, with
+        max_accumulated 1 (fixed), and allreduce; 8 workers of speeds 1, 1, 1/2 and 1/4, batches
+        of 16, plain SGD, each at its own rate from the sweep; 5 seeds. The accuracy is that of
+        the last record.
     """
     rule = """
         For each scale and each of the two others, the difference of the accuracies is

@@ -22,9 +22,9 @@ METHODS = {
     "sasgd": "sasgd(interval=4)",
     "downpour": "downpour(push_interval=4, fetch_interval=4)",
     "eamsgd": "easgd(interval=4, momentum=0.9)",
-    "cyclic": "cyclic(max_accumulated=4, scale=mean)",
-    "cyclic-sum": "cyclic(max_accumulated=4, scale=sum)",
-    "cyclic-fixed": "cyclic(max_accumulated=1)",
+    "cyclic": "cyclic(form=gradient, max_accumulated=4, scale=mean)",
+    "cyclic-sum": "cyclic(form=gradient, max_accumulated=4, scale=sum)",
+    "cyclic-fixed": "cyclic(form=gradient, max_accumulated=1)",
     "gossip": "gossip",
     "easgd": "easgd(interval=4)",
 }

@@ -1,4 +1,4 @@
-"""Cyclic gradient updates: a token goes round, and its holder pushes."""
+"""Cyclic updates: a token goes round, and its holder pushes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, UsageError
+from paceline.guard import norm
 from paceline.options import at_least
-from paceline.strategies.served import ABSENT, GradientServed, Request
+from paceline.strategies.served import ABSENT, GradientServed, Request, Served
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN = 3
+PLAIN = {"scale": "mean", "local_move": False, "server_optimizer": "user"}
+"""What options of gradients are where there are none to push."""
 
 
 @dataclass(kw_only=True)
@@ -21,27 +24,40 @@ class Cyclic(GradientServed):
     r"""Cyclic: workers push to the server in turn, as a token goes round among them.
 
     Only the holder of the token pushes, so that the server's link is used by one worker at a time
-    and every gradient is exactly p - 1 updates old. Meanwhile the others go on and add up: with
-    the dynamic delay a fast worker brings more gradients to its turn, and waits for nobody.
+    and what it pushes is exactly p - 1 updates old. Meanwhile the others go on: with the dynamic
+    delay a fast worker brings more batches to its turn, and waits for nobody.
+
+    There are two forms. ``move``, the default, is this library's: between its turns a worker steps
+    with the user's own optimizer, and the server's model then goes 1/p of the way that it went.
+    ``gradient`` is the paper's: a worker adds up gradients at the model that it has read, and the
+    server steps with them.
 
     =======  =====================================================================
     symbol   here
     =======  =====================================================================
-    w        the servers' model, V its version
+    w        the servers' model
+    o_i      what worker i read of it at its last turn
+    p        the workers in the ring: those that are lost, or at their end, are not
     a_i      the sum of the gradients since worker i's last turn, c_i their number
     =======  =====================================================================
 
     .. math::
-        a_i \leftarrow a_i + g_i(x_i),\ c_i \leftarrow c_i + 1 \qquad
+        \text{move: } x_i \leftarrow \mathrm{optimizer}(x_i, g_i(x_i)) \qquad
+        \text{with the token: }
+        w \leftarrow w + (x_i - o_i) / p,\ x_i, o_i \leftarrow w
+
+    .. math::
+        \text{gradient: } a_i \leftarrow a_i + g_i(x_i),\ c_i \leftarrow c_i + 1 \qquad
         \text{with the token: }
         w \leftarrow \mathrm{optimizer}(w, a_i / c_i),\ x_i \leftarrow w,\ a_i, c_i \leftarrow 0
 
     Args:
+        form: ``move`` or ``gradient``.
         max_accumulated: mini-batches after which a worker waits for the token; 1 is the fixed
             cyclic method.
-        scale: ``mean`` pushes a/c, ``sum`` pushes a.
-        local_move: whether a worker moves its own model, by lr * g, between its turns.
-        server_optimizer: as for Downpour, weight decay included.
+        scale: of gradients: ``mean`` pushes a/c, ``sum`` pushes a.
+        local_move: of gradients: whether a worker moves its own model, by lr * g, between turns.
+        server_optimizer: of gradients: as for Downpour, weight decay included.
         shards: servers, each with an equal part of the model.
 
     Example:
@@ -56,13 +72,13 @@ class Cyclic(GradientServed):
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
         >>> run = pl.simulate(train, workers=2, strategy="cyclic(max_accumulated=1)")
-        >>> [m["weight"] for m in run.metrics]  # rank 0 pushes, then rank 1
-        [-1.0, -3.0]
+        >>> [m["weight"] for m in run.metrics]  # rank 0 goes half its way, then rank 1
+        [-0.5, -1.5]
 
-    Faults: a slow worker lets the others add up, until they have ``max_accumulated`` and wait for
+    Faults: a slow worker lets the others go on, until they have ``max_accumulated`` and wait for
     it (the fixed method always waits). When the holder is dead, or stopped for too long, the server
     makes a new token of a higher generation for the next worker, and refuses pushes under an older
-    one; their gradients stay with their worker until its next turn. Who has come to its end is
+    one; what they brought stays with their worker until its next turn. Who has come to its end is
     skipped. A worker that comes late fetches the model and enters the ring at its place. A lost
     server is followed by another, which goes on where it was, with a new token.
 
@@ -70,8 +86,10 @@ class Cyclic(GradientServed):
     token of 16.
 
     When to use: machines of lastingly unequal speed, and a link to the server that must not choke.
-    Turns follow each other p to a round, each p - 1 updates old, so that the learning rate wants to
-    be about 1/p of that of one large batch (factor 1/p with ``mean``).
+    The token is looked for when a mini-batch ends, so that equal workers bring about p/2 batches to
+    each turn. Moves do not mind, and want the learning rate of one large batch (factor 1).
+    Gradients do: the means of c batches, p - 1 updates old, want about 1/p of that rate (factor
+    1/p), and come c times less far with the same samples; ``max_accumulated=1`` suits them.
 
     Reference: Hu et al., "Dynamic delay based cyclic gradient update method for distributed
     training", PRCV 2018; fixed: Langford, Smola, Zinkevich, "Slow learners are fast", NIPS 2009.
@@ -83,20 +101,40 @@ class Cyclic(GradientServed):
         "versions",
         "pending",
         "accrued",
+        "origin",
         "token",
         "met",
         "called",
     )
 
-    max_accumulated: int = 4
+    form: Literal["move", "gradient"] = "move"
+    max_accumulated: int = 16
     scale: Literal["mean", "sum"] = "mean"
     local_move: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("max_accumulated", self.max_accumulated, 1)
+        if self.moves:
+            for name, plain in PLAIN.items():
+                if (value := getattr(self, name)) != plain:
+                    raise UsageError(f"{name} ({value}) must be {plain} unless form is gradient")
+        self.origin: Tensor | None = None
         self.token: int | None = None
         self.met = self.called = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether workers push how far they went, and not gradients."""
+        return self.form == "move"
+
+    @property
+    def uses_gradient(self) -> bool:
+        return not self.moves
+
+    def lr_factor(self, workers: int) -> float:
+        """Moves count for their share; gradients in full, and the older the more workers."""
+        return 1.0 if self.moves else super().lr_factor(workers)
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
         if self.max_accumulated > 1:
@@ -109,15 +147,22 @@ class Cyclic(GradientServed):
         """What one turn sends, beside the token."""
         return 2 * nbytes + self.request_overhead + self.reply_overhead
 
+    def settings(self) -> list[float]:
+        return Served.settings(self) if self.moves else super().settings()
+
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._begin_at(x)
         if self.comm.rank == self.comm.starters()[0]:
             self.token = 0
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
-        assert g is not None
         self.steps += 1
-        self.accrue(g, self.local_move)
+        if g is not None:
+            self.accrue(g, self.local_move)
+        elif not self.replica.overflow:
+            self.local_update()
+            self.pending += 1
         self._look_for_token()
         self.go_on(x)
 
@@ -137,6 +182,10 @@ class Cyclic(GradientServed):
         for peer in self.live_workers():
             if peer != self.comm.rank:
                 self.comm.post(self._token(-number), peer, TOKEN)
+
+    def join(self, x: Tensor) -> None:
+        super().join(x)
+        self._begin_at(x)
 
     def flush(self, x: Tensor) -> None:
         """Wait for the token once more: hand in the rest, and leave the ring."""
@@ -166,21 +215,45 @@ class Cyclic(GradientServed):
     def _take_turn(self, x: Tensor, last: bool) -> bool:
         """Push and fetch, then pass the token on; False when it is not valid any more."""
         assert self.token is not None
-        a = x if self.accrued is None else self.accrued
-        if self.pending and self.scale == "mean":
-            a = a / self.pending
+        a = self._to_push(x)
         self._push(0, a, last)
         first = self.hear(0, x)
         if not first.accepted:
             self.token = None
+            self._go_once_more(a, x)
             return False
         for shard in range(1, self.shards):
             self._push(shard, a, last)
         for shard in range(1, self.shards):
             self.hear(shard, x)
         self.pushed()
+        self._begin_at(x)
         self._pass_on(round(first.successor), last)
         return True
+
+    def _to_push(self, x: Tensor) -> Tensor:
+        """The way from where this worker has begun; or its gradients since."""
+        if self.origin is None:
+            a = x if self.accrued is None else self.accrued
+            return a / self.pending if self.pending and self.scale == "mean" else a
+        way = x - self.origin
+        if self.pending and not self.guard.admits(norm(way), self.comm.rank, "move"):
+            self.replica.forget_moments()
+            self.pending = 0
+            x.copy_(self.origin)
+            way.zero_()
+        return way
+
+    def _begin_at(self, x: Tensor) -> None:
+        if self.moves:
+            self.origin = x.clone() if self.origin is None else self.origin.copy_(x)
+
+    def _go_once_more(self, way: Tensor, x: Tensor) -> None:
+        """Go the way that was refused from the model that the first server has sent instead."""
+        if self.origin is not None:
+            part = self.parts[0]
+            self.origin[part].copy_(x[part])
+            x[part].add_(way[part])
 
     def _push(self, shard: int, a: Tensor, last: bool) -> None:
         assert self.token is not None
@@ -210,7 +283,8 @@ class Cyclic(GradientServed):
     # A server's side -----------------------------------------------------------------------------
 
     def open(self, w: Tensor, part: slice) -> None:
-        super().open(w, part)
+        if not self.moves:
+            super().open(w, part)
         self.holder, self.giver, self.owes = min(self.listed()), -1, False
 
     def server_state(self) -> dict[str, Any]:
@@ -241,11 +315,19 @@ class Cyclic(GradientServed):
         else:
             if request.last:
                 self.marks[src] = ABSENT
-            self.apply(request, vector, settings, self._decays(request))
+            self._take(src, request, vector, settings)
             if request.last:
                 self.publish()
             self.giver, self.holder = src, self._after(src)
             self.reply(src, successor=self.holder)
+
+    def _take(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+        """Move as far as its worker did, divided by those in the ring; or step with a gradient."""
+        if not self.moves:
+            self.apply(request, vector, settings, self._decays(request))
+        elif request.batches:
+            self.shelf.vector.add_(vector, alpha=1 / len({*self.listed(), src}))
+            self.updated(request)
 
     def gone(self, src: int) -> None:
         super().gone(src)

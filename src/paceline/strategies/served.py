@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.master import Master
     from paceline.replica import Replica
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
@@ -466,6 +467,7 @@ class GradientServed(Served):
         self.pending = 0
         self.given: list[int] = []
         self.accrued: Tensor | None = None
+        self.master: Master | None = None
 
     def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
         self.coupled = self.server_optimizer != "user" or replica.decay_is_coupled()
@@ -533,14 +535,18 @@ class GradientServed(Served):
         super().load_state_dict(state)
 
     def server_state(self) -> dict[str, Any]:
-        return {**super().server_state(), "optimizer": self.master.optimizer.state_dict()}
+        own = None if self.master is None else self.master.optimizer.state_dict()
+        return {**super().server_state(), "optimizer": own}
 
     def load_server_state(self, state: dict[str, Any]) -> None:
         super().load_server_state(state)
-        self.master.optimizer.load_state_dict(state["optimizer"])
+        if self.master is not None:
+            self.master.optimizer.load_state_dict(state["optimizer"])
 
     def take_over(self) -> dict[str, Any]:
         """Take up the buffers of the optimizer as they were last kept: none is newer than that."""
+        if self.master is None:
+            return {}
         left = self.comm.kept()
         if left is not None:
             self.master.load_buffers(left)
@@ -548,7 +554,9 @@ class GradientServed(Served):
 
     def updated(self, request: Request) -> None:
         super().updated(request)
-        if self.version % KEPT_EVERY == 0 and (buffers := self.master.buffers()) is not None:
+        if self.master is None or self.version % KEPT_EVERY:
+            return
+        if (buffers := self.master.buffers()) is not None:
             self.comm.keep(buffers)
 
     def apply(
@@ -556,5 +564,6 @@ class GradientServed(Served):
     ) -> None:
         """Step with what a request holds, if anything; it counts for ``times`` gradients."""
         if request.batches:
+            assert self.master is not None
             self.master.step(gradient, settings, times)
             self.updated(request)

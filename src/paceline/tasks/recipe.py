@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, unknown
-from paceline.strategies import strategy_name
+from paceline.strategies import STRATEGIES, make_strategy, strategy_name
 
 if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
@@ -48,11 +48,13 @@ def batch_of(workers: int) -> int:
 def learning_rate(strategy: Strategy, model: str, workers: int) -> float:
     """The method's rate from the recorded sweep; of a method that is not in it, a moderate one.
 
-    The sweep is at one number of workers; for others, the method's own factor.
+    The sweep is of the method's usual form at one number of workers; for others, its own factor.
     """
     record: dict[str, Any] = json.loads(RATES.read_text())
-    rate = float(record["rates"].get(model, {}).get(strategy_name(strategy), DEFAULT_RATE))
-    return rate * strategy.lr_factor(workers) / strategy.lr_factor(record["sweep"]["workers"])
+    name = strategy_name(strategy)
+    rate = float(record["rates"].get(model, {}).get(name, DEFAULT_RATE))
+    swept = make_strategy(name) if name in STRATEGIES else strategy
+    return rate * strategy.lr_factor(workers) / swept.lr_factor(record["sweep"]["workers"])
 
 
 def find_folder() -> str:
