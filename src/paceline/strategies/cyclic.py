@@ -183,6 +183,10 @@ class Cyclic(GradientServed):
             if peer != self.comm.rank:
                 self.comm.post(self._token(-number), peer, TOKEN)
 
+    def adopt(self, x: Tensor) -> None:
+        super().adopt(x)
+        self._begin_at(x)
+
     def join(self, x: Tensor) -> None:
         super().join(x)
         self._begin_at(x)
