@@ -143,7 +143,7 @@ def expected_bytes(spec: str, result: pl.Result, trace: list[dict[str, Any]]) ->
     messages = sum(event == "post" for event, _ in events)
     messages += sum(r["event"] == "peek" and r["version"] is not None for r in trace)
     asked = sum(r["bytes"] for r in trace if r["event"] == "all_reduce" and r["bytes"] < nbytes)
-    return messages * (nbytes + 24) + 2 * nbytes * WORKERS + asked  # whether offers are open
+    return messages * (nbytes + 16) + 2 * nbytes * WORKERS + asked  # whether offers are open
 
 
 @every_name

@@ -111,6 +111,11 @@ def test_a_collective_that_does_not_fit_is_refused(transport):
     assert [message["kind"] for _, message in outcome.told].count("refused") >= 1
 
 
+def test_who_has_come_to_the_end_of_its_data_is_seen_by_all(transport):
+    outcome = run_program(transport, programs.retire_one_by_one, SIZE)
+    assert outcome.values == [[[], [1], list(range(SIZE))]] * SIZE
+
+
 def test_every_ticket_is_drawn_once(transport):
     outcome = run_program(transport, programs.tickets, SIZE)
     drawn = sorted(ticket for value in outcome.values for ticket in value[0])

@@ -695,6 +695,21 @@ def test_two_synchronous_gossips_follow_their_order(mode, order, problem):
         assert_close(problem.replicas[rank], xs[rank])
 
 
+@settings(max_examples=6)
+@given(problem=problems)
+def test_a_pull_reads_the_peer_as_it_is_after_its_last_mixing(problem):
+    """Of two workers that step in turn, each mixes with what the other ended its step with."""
+    problem.run("gossip", 2, cluster=beat())
+    xs, last = [flat(problem.model())] * 2, (1, problem.steps - 1)
+    for step in range(problem.steps):
+        for rank in range(2):
+            moved = move(xs[rank], gradient_at(problem, xs[rank], rank, step), 0.1)
+            alone = (rank, step) == last  # the other has come to its end
+            xs[rank] = moved if alone else (moved + xs[1 - rank]) / 2
+    for rank in range(2):
+        assert_close(problem.replicas[rank], xs[rank])
+
+
 @settings(max_examples=10)
 @given(problem=problems, workers=crowds)
 @pytest.mark.parametrize("strategy", ["gossip(interval=100)", "gossip(mode=push, interval=100)"])

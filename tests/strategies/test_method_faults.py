@@ -24,6 +24,7 @@ from paceline.settings import read_settings
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.sim.faults import freeze, join, kill, slow
 from paceline.strategies.cyclic import Cyclic
+from paceline.trace import read
 
 GOES_ON = [
     "downpour",
@@ -307,6 +308,27 @@ def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
     expected = run(torch.clone, take_over=False)
     assert torch.equal(run(Elsewhere, take_over=True).inner, expected)
     assert torch.equal(run(torch.clone, take_over=True), expected)
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "gossip", "gossip(mode=push)"])
+def test_a_worker_at_its_end_is_no_partner_and_the_others_go_on_averaging(strategy, tmp_path):
+    def train(worker):
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+        for _ in range(10 if worker.rank == 0 else 40):
+            sgd.zero_grad()
+            net(torch.ones(1, 1)).sum().backward()
+            sgd.step()
+
+    pl.simulate(train, workers=WORKERS, strategy=strategy, cluster=beat(), out=tmp_path / "run")
+    kinds = ("peek",) if strategy == "gossip" else ("post",)
+    met = [
+        event["peer"]
+        for event in read(tmp_path / "run" / "trace.jsonl")
+        if event["event"] in kinds and 12 < event["t"] < 38
+    ]
+    assert 0 not in met
+    assert len(met) >= 3 * 20  # of three workers, in 26 steps each
 
 
 # The token ---------------------------------------------------------------------------------------

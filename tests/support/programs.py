@@ -243,6 +243,20 @@ def mismatched_collective(transport: Any, channel: Any, argument: Any) -> Any:
         raise
 
 
+def retire_one_by_one(transport: Any, channel: Any, argument: Any) -> Any:
+    """Who has come to the end of its data is seen by all, and is still a member."""
+    comm = Comm(transport)
+    before = sorted(comm.retired())
+    comm.barrier()
+    if comm.rank == 1:
+        transport.retire()
+    while 1 not in comm.retired():
+        pause(comm)
+    seen = [before, sorted(comm.retired()), sorted(comm.alive())]
+    comm.barrier()
+    return seen
+
+
 def tickets(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
     comm.barrier()

@@ -123,6 +123,10 @@ class Transport(ABC):
         """The ranks that are stopped now, for however short a time: not lost, but out of date."""
         return frozenset()
 
+    def retired(self) -> frozenset[int]:
+        """The workers that have come to the end of their data: see :meth:`retire`."""
+        return frozenset()
+
     def arrived(self) -> None:  # noqa: B027 - only who comes late has to say so
         """Say that this rank, which came late, has its state: from now on it is a member."""
 
@@ -181,8 +185,12 @@ class Transport(ABC):
         """
         raise UsageError(f"{type(self).__name__} has no meetings")
 
-    def retire(self) -> None:  # noqa: B027 - only where there are meetings
-        """Say that this worker has come to its end, and comes to no meeting any more."""
+    def retire(self) -> None:  # noqa: B027 - a world of one rank has nobody to tell
+        """Say that this worker has come to the end of its data.
+
+        It takes part in the last collectives of all workers, comes to no meeting any more, and
+        answers no message until then.
+        """
 
     def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
         """What is on its way to this rank, and what it shows.
@@ -467,6 +475,11 @@ class Comm:
         """The ranks that are stopped now: not lost yet, but what they have shown grows old."""
         now = self.transport.stopped()
         return frozenset(self.members.places[rank] for rank in now if rank in self.members)
+
+    def retired(self) -> frozenset[int]:
+        """The workers that have come to the end of their data and wait for the others."""
+        retired = self.transport.retired()
+        return frozenset(self.members.places[rank] for rank in retired if rank in self.members)
 
     def left(self) -> frozenset[int]:
         """The ranks that have come to their end."""

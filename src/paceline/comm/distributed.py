@@ -290,6 +290,12 @@ class DistributedTransport(Transport):
     def alive(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if self._mail.why_gone(rank) is None)
 
+    def retire(self) -> None:
+        self._mail.retire()
+
+    def retired(self) -> frozenset[int]:
+        return self._mail.retired
+
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
         return self._mail.start_send(x, dst, tag)
 

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     PEEK = 4
     WINDOW = 5
     LEFT = 6
+    RETIRED = 7
 
 
 class Header(NamedTuple):
@@ -127,6 +128,7 @@ class Mail:
         self._headers = [deque[Any](maxlen=_HEADERS_KEPT) for _ in range(size)]
         self._window: tuple[int, Tensor] | None = None
         self._left: set[int] = set()
+        self.retired: frozenset[int] = frozenset()
         self._number = 0
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
         if size > 1:
@@ -144,13 +146,22 @@ class Mail:
             return
         for (src, _), fetch in self._fetches.items():
             self._await(fetch, src)
-        for dst in range(self.size):
-            if dst != self.rank and self._peers.why_lost(dst) is None:
-                self._send_header(dst, Header(Kind.LEFT))
+        self._tell_all(Kind.LEFT)
         self._left.add(self.rank)
         while any(self.why_gone(rank) is None for rank in range(self.size)):
             with self._changed:
                 self._changed.wait(_TICK_S)
+
+    def retire(self) -> None:
+        """Say that this rank has come to the end of its data."""
+        self._tell_all(Kind.RETIRED)
+        with self._changed:
+            self.retired |= {self.rank}
+
+    def _tell_all(self, kind: Kind) -> None:
+        for dst in range(self.size):
+            if dst != self.rank and self._peers.why_lost(dst) is None:
+                self._send_header(dst, Header(kind))
 
     @property
     def closed(self) -> bool:
@@ -378,6 +389,8 @@ class Mail:
                 self._held.pop(header.number, None)
             elif header.kind == Kind.LEFT:
                 self._left.add(src)
+            elif header.kind == Kind.RETIRED:
+                self.retired |= {src}
             self._changed.notify_all()
 
     def _answer_peek(self, src: int, tag: int, request: int) -> None:

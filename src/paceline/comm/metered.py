@@ -58,6 +58,7 @@ class MeteredTransport(Transport):
         self._looks = 0
         self._waited_s = 0.0
         self._missing: tuple[int, ...] = ()
+        self._retired: frozenset[int] = frozenset()
         self._members: tuple[int, ...] | None = None
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
@@ -135,6 +136,20 @@ class MeteredTransport(Transport):
 
     def stopped(self) -> frozenset[int]:
         return self.inner.stopped()
+
+    def retired(self) -> frozenset[int]:
+        return self._saw_retired(self.inner.retired())
+
+    def _saw_retired(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Note who has come to the end of its data, if others have than when this rank last asked.
+
+        A replay needs to know: whom a worker picks depends on it.
+        """
+        self._looks += 1
+        if ranks != self._retired:
+            self._retired = ranks
+            self.note("retired", ranks=sorted(ranks), look=self._looks)
+        return ranks
 
     def life(self, rank: int) -> int:
         return self.inner.life(rank)

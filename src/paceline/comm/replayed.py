@@ -152,6 +152,10 @@ class ReplayedTransport(MeteredTransport):
         missing = self._missing if due is None else due["missing"]
         return self._saw(tuple(rank for rank in range(self.size) if rank not in missing))
 
+    def retired(self) -> frozenset[int]:
+        due = self._script.sight(event="retired", look=self._looks + 1)
+        return self._saw_retired(self._retired if due is None else frozenset(due["ranks"]))
+
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
         came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")
         left, start_s = bool(came_out["event"] == "post"), self._clock()

@@ -2,7 +2,7 @@
 
 The words of a :class:`Meeting` are: the last call (number, step, stop), whether a worker has come
 to its end, the last meeting that was given up, and for each rank the last one that it has come to,
-then the life of each rank that was called last.
+then the life of each rank that was called last, then the life in which each has come to its end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Meeting:
     @staticmethod
     def words(size: int) -> int:
         """How many words it takes."""
-        return 5 + 2 * size
+        return 5 + 3 * size
 
     def call(self, step: int, stop: bool, lives: Sequence[int]) -> None:
         """Call those ranks to a meeting; the number is written last."""
@@ -52,8 +52,18 @@ class Meeting:
                 return Call(number, step, bool(stop), tuple(lives))
 
     def retire(self) -> None:
-        """Say that a worker has come to its end: there is no meeting any more."""
-        self._transport.words.announce(self._start + 3, 1)
+        """Say that this worker has come to its end: there is no meeting any more."""
+        transport, words = self._transport, self._transport.words
+        words[self._place(2 * transport.size + transport.rank)] = transport.life(transport.rank)
+        words.announce(self._start + 3, 1)
+
+    def retired(self) -> frozenset[int]:
+        """The workers that have come to their end, in the life that they have now."""
+        transport, words = self._transport, self._transport.words
+        if not words[self._start + 3]:
+            return frozenset()
+        lives = words.read(self._place(2 * transport.size), transport.size)
+        return frozenset(r for r, life in enumerate(lives) if life and life == transport.life(r))
 
     def meet(self, number: int, members: Sequence[int], lives: Sequence[int], watch: Watch) -> bool:
         """Wait for all members; False, to all who wait, when a life that is needed is over."""

@@ -259,6 +259,9 @@ class SharedMemoryTransport(Transport):
         self._look_round()
         return self._processes.stopped()
 
+    def retired(self) -> frozenset[int]:
+        return self._meeting.retired()
+
     def life(self, rank: int) -> int:
         life = self.roll.life(rank)
         return life if life or rank not in self._starters else 1

@@ -108,7 +108,8 @@ class World:
         self._losses, self._on_event = losses, on_event
         self.call = Call()
         self.meetings: dict[int, set[int]] = {}
-        self.retired, self.given_up = False, 0
+        self.retired: frozenset[int] = frozenset()
+        self.meetings_over, self.given_up = False, 0
         self.vigils: dict[int, Vigil] = {}
         self.awaiting: set[int] = set()
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
@@ -177,6 +178,7 @@ class World:
         self.behind.discard(rank)
         self.joining.add(rank)
         self.in_hand[rank].clear()
+        self.retired -= {rank}
         self.changed()
 
     def arrive(self, rank: int) -> None:
@@ -592,6 +594,10 @@ class SimulatedTransport(Transport):
     def stopped(self) -> frozenset[int]:
         return self.world.frozen
 
+    def retired(self) -> frozenset[int]:
+        self.pass_time()
+        return self.world.retired
+
     def arrived(self) -> None:
         self._check()
         self.world.arrive(self.rank)
@@ -674,7 +680,7 @@ class SimulatedTransport(Transport):
                 for rank, life in enumerate(lives)
                 if life
             )
-            if gone or world.retired or world.given_up >= number:
+            if gone or world.meetings_over or world.given_up >= number:
                 world.given_up = max(world.given_up, number)
                 world.look_again()
                 return False
@@ -686,10 +692,10 @@ class SimulatedTransport(Transport):
         return world.given_up < number
 
     def retire(self) -> None:
-        if not self.world.retired:
-            self.pass_time()
-            self.world.retired = True
-            self.world.look_again()
+        self.pass_time()
+        self.world.retired |= {self.rank}
+        self.world.meetings_over = True
+        self.world.look_again()
 
     def snapshot(self, without: Sequence[int] | None) -> dict[str, Any]:
         world = self.world

@@ -37,21 +37,15 @@ class Averages(Observer):
         around(worker.strategy, "local_update", lambda inner: self._update(worker, inner))
 
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
-        gossip = isinstance(self.schedule.method, Gossip)
-        if tag == (MODEL if gossip else MOVE):
-            self._take_in(rank, x, gossip)
+        if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
+            self._came[rank].append(_open(x))
 
     def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
-        self._take_in(rank, x, True)
+        self._came[rank].append(_open(x))
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
-            self._went[src].append(_open(x)[1])
-
-    def _take_in(self, rank: int, x: Tensor, unless_finished: bool) -> None:
-        note, vector = _open(x)
-        if not (unless_finished and note.finished):
-            self._came[rank].append(vector)
+            self._went[src].append(_open(x))
 
     def _update(self, worker: Worker, inner: Any) -> None:
         assert worker.pace is not None
@@ -87,6 +81,6 @@ class Averages(Observer):
         return torch.stack([end, *came]).mean(0)
 
 
-def _open(message: Tensor) -> tuple[Note, Tensor]:
-    parcel = Parcel(message, len(Note._fields), torch.float64)
-    return Note(*parcel.numbers.tolist()), parcel.vector.clone()
+def _open(message: Tensor) -> Tensor:
+    """The model, or the move, in a message."""
+    return Parcel(message, len(Note._fields), torch.float64).vector.clone()

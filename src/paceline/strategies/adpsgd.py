@@ -63,12 +63,12 @@ class ADPSGD(Decentralised):
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
 
-    Faults: a slow worker answers late and delays nobody. One that is dead, has left or is stopped
-    is not picked; an offer that it has not answered moves nobody. One that
-    has come to its end answers at the very end. A worker that comes late takes the model of a live
-    peer and takes part.
+    Faults: a slow worker answers late and delays nobody. One that is dead or stopped, or has come
+    to the end of its data, is not picked. An offer that a dead one has not answered moves nobody;
+    one at its end answers at the very end, and its offerer makes others meanwhile. A worker that
+    comes late takes the model of a live peer and takes part.
 
-    Bytes: one model each way for each exchange (with 24 bytes more), whatever the number of
+    Bytes: one model each way for each exchange (with 16 bytes more), whatever the number of
     workers; and one model each at the end, for the mean.
 
     When to use: machines of unequal speed, links with no center. Unlike gossip it keeps the mean of
@@ -136,12 +136,17 @@ class ADPSGD(Decentralised):
                 x.sub_(move)
 
     def _offer(self, x: Tensor) -> None:
-        """Offer this model to a peer, unless another has still to answer."""
-        rank, live = self.comm.rank, self.live_workers()
-        self._forget_lost(live)
-        if self.open:
+        """Offer this model to a peer, unless another has still to answer.
+
+        Who has come to its end since it was made an offer answers it at the very end: that one
+        holds up nothing.
+        """
+        rank = self.comm.rank
+        self._forget_lost(self.live_workers())
+        partners = self.partners()
+        if not self.open.keys().isdisjoint(partners):
             return
-        peer = draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
+        peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
         if peer is None:
             return
         life = self.comm.life(peer)

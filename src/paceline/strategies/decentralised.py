@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 
 class Note(NamedTuple):
-    """The numbers that go with a model: when it was written, after how many steps, and the last?"""
+    """The numbers that go with a model: when it was written, and after how many steps."""
 
     time_s: float
     steps: float
-    finished: float = 0
 
 
 @dataclass(kw_only=True)
@@ -81,7 +80,7 @@ class Decentralised(Strategy):
     def answer(self, x: Tensor) -> Tensor:
         """The mean of those alive, each as it last published; of this one, as it is."""
         look, like, models = self.comm.uncharged(), self.like(x), [x]
-        for peer in self.partners():
+        for peer in self._running():
             if peer != self.comm.rank and (seen := look.peek(peer, like)) is not None:
                 models.append(self.unwrap(seen[1], x)[1])
         first, *others = [model for model in models if is_sound(model)] or [x]
@@ -90,7 +89,16 @@ class Decentralised(Strategy):
         return mean
 
     def partners(self) -> Sequence[int]:
-        """The workers to meet with now, this one included: not those that are stopped."""
+        """The workers to exchange with now, this one included: not those that are stopped.
+
+        Nor those that have come to the end of their data: they answer nobody, and their models
+        grow old.
+        """
+        running, retired = self._running(), self.comm.retired() - {self.comm.rank}
+        return [rank for rank in running if rank not in retired] if retired else running
+
+    def _running(self) -> Sequence[int]:
+        """The live workers, less those that are stopped; this one is always among them."""
         live, stopped = self.live_workers(), self.comm.stopped() - {self.comm.rank}
         return [rank for rank in live if rank not in stopped] if stopped else live
 
@@ -125,13 +133,13 @@ class Decentralised(Strategy):
 
     # Models in messages --------------------------------------------------------------------------
 
-    def show(self, x: Tensor, finished: bool = False) -> None:
+    def show(self, x: Tensor) -> None:
         """Let others read this model."""
-        self.comm.publish(self.wrap(x, finished))
+        self.comm.publish(self.wrap(x))
 
-    def wrap(self, x: Tensor, finished: bool = False) -> Tensor:
+    def wrap(self, x: Tensor) -> Tensor:
         """A message with a model and its note."""
-        return Parcel.of(Note(self.comm.now(), self.steps, finished), x).buffer
+        return Parcel.of(Note(self.comm.now(), self.steps), x).buffer
 
     def unwrap(self, message: Tensor, x: Tensor) -> tuple[Note, Tensor]:
         """The note and the model of a message."""

@@ -72,13 +72,12 @@ class Gossip(Decentralised):
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
 
-    Faults: a slow worker delays nobody; its peers read an older model. One that is dead, has left
-    or is stopped is not picked, and a ring closes over its place. A worker that comes late takes
-    the model of a live peer and takes part. With ``sync``, a slow worker slows all, a lost one ends
-    the run, naming it, or is left out with ``on_loss="continue"``, and one that runs out of data is
-    not picked.
+    Faults: a slow worker delays nobody; its peers read an older model. One that is dead or stopped,
+    or has come to the end of its data, is not picked, and a ring closes over its place. A worker
+    that comes late takes the model of a live peer and takes part. With ``sync``, a slow worker
+    slows all, a lost one ends the run, naming it, or is left out with ``on_loss="continue"``.
 
-    Bytes: one model and 24 bytes for each gossip, whatever the number of workers; with ``sync``
+    Bytes: one model and 16 bytes for each gossip, whatever the number of workers; with ``sync``
     also 8 bytes per worker and step; and one model each at the end, for the mean.
 
     When to use: machines that differ or die, links with no center. The learning rate is that of a
@@ -106,7 +105,6 @@ class Gossip(Decentralised):
         if self.probability is not None and self.interval != 1:
             raise UsageError("probability must not be given together with interval")
         self.step_times: list[float] = []
-        self._ended: set[int] = set()
 
     @property
     def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
@@ -122,36 +120,32 @@ class Gossip(Decentralised):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         if self.order == "mix_first":  # the next gradient is taken at the mixed model
-            self._local_step(x)
+            self._local_step()
             average(x, self._gossip(x))
-            return
-        theirs = self._gossip(x)
-        if self.order == "parallel":
+        elif self.order == "parallel":
+            theirs = self._gossip(x)
             mixed = x.clone()
             average(mixed, theirs)
             mixed.sub_(x)
-            self._local_step(x)
+            self._local_step()
             x.add_(mixed)
         else:
-            self._local_step(x)
+            theirs = self._gossip(x)
+            self._local_step()
             average(x, theirs)
-        self.show(x)
+        self.show(x)  # what peers read is the model after its last mixing
 
     def finish(self, x: Tensor) -> None:
         trained = self.steps > 0
         if self.sync:
             while self._meet(False):  # keep the others company until all have come to their end
                 self.steps += 1
-        else:
-            self.show(x, finished=True)
         self.take_mean(x, trained)
 
-    def _local_step(self, x: Tensor) -> None:
+    def _local_step(self) -> None:
         self.local_update()
         self.steps += 1
         self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.now()]
-        if self.order == "mix_first":
-            self.show(x)
 
     # What is due, and with whom ------------------------------------------------------------------
 
@@ -159,10 +153,7 @@ class Gossip(Decentralised):
         """The models to average with now, if any."""
         if self.sync:
             return self._swap(x, self._meet(True))
-        peers = self.partners()
-        if self._ended:
-            peers = [peer for peer in peers if peer not in self._ended]
-        peer = self._pick(peers) if self._is_due() else None
+        peer = self._pick(self.partners()) if self._is_due() else None
         if self.mode == "pull":
             return [] if peer is None else self._look_at(peer, x)
         if peer is not None:
@@ -216,14 +207,12 @@ class Gossip(Decentralised):
 
     def _look_at(self, peer: int, x: Tensor) -> list[Tensor]:
         seen = self.comm.peek(peer, self.like(x))
-        if seen is not None and self.unwrap(seen[1], x)[0].finished:
-            self._ended.add(peer)
         return [] if seen is None else self._open(peer, seen[1], x)
 
     def _open(self, peer: int, message: Tensor, x: Tensor) -> list[Tensor]:
-        """The model in a message, unless its worker has come to its end; note how old it is."""
+        """The model in a message, if it can be trusted; note how old it is."""
         note, model = self.unwrap(message, x)
-        if note.finished or not self.trusts(peer, model - x, model, x):
+        if not self.trusts(peer, model - x, model, x):
             return []
         self.stale.note(len(self.step_times) - bisect_right(self.step_times, note.time_s))
         return [model]
