@@ -113,9 +113,10 @@ class ADPSGD(Decentralised):
         self.open = {peer: 1 for peer in self.open if peer in there}
 
     def _count_open(self, workers: Comm) -> int:
+        """How many offers among these workers are open; one that joined too late answers nobody."""
         if workers.size == 1:  # nobody waits with it until its offers are answered
             return 0
-        self._forget_lost(self.comm.alive())
+        self._forget_lost(set(workers.members).intersection(self.comm.alive()))
         waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
         return workers.all_reduce(waited_for, len(self.open))
 
