@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import stat
 import subprocess
@@ -13,10 +15,13 @@ from support import runs
 from support.worlds import on_shared_memory
 
 import paceline as pl
+from paceline.checkpoint.disk import Disk
 from paceline.cli.task import choose_out
-from paceline.folder import LOCK, claim
+from paceline.files import Lines
+from paceline.folder import LOCK, RunFolder, claim
 from paceline.launched import Launched
 from paceline.processes import Nursery
+from paceline.trace import Trace
 
 # Private -----------------------------------------------------------------------------------------
 
@@ -168,3 +173,161 @@ def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(monkey
         "runs/now-x-2",
         "runs/now-x-3",
     ]
+
+
+# A disk that is full -----------------------------------------------------------------------------
+
+FULL = "No space left on device"
+
+
+def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
+    whole = pl.simulate(runs.train, workers=2)
+    with pytest.warns(UserWarning) as told:
+        run = pl.simulate(
+            runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
+        )
+    assert [str(one.message) for one in told] == [
+        f"the trace of the run in {tmp_path} is given up: {FULL}; training goes on without it"
+    ]
+    assert run.trace_hash == whole.trace_hash
+    names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@on_shared_memory
+def test_real_ranks_on_a_full_disk_go_on_without_their_traces_and_that_is_said_once(tmp_path):
+    with pytest.warns(UserWarning) as told:
+        run = pl.launch(
+            runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
+        )
+    assert len(told) == 1 and f"is given up: {FULL}" in str(told[0].message)
+    assert run.samples == 2 * 77 and run.model_error is None
+    names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_trace_that_is_given_up_in_the_middle_is_hashed_to_its_end(tmp_path):
+    whole, trace = Trace(), Trace(tmp_path / "trace.jsonl")
+    for number in range(9000):
+        if number == 5000:
+            runs.fill_disk_under(tmp_path / "trace.jsonl")
+        for one in (whole, trace):
+            one.record(number * 1.0, 0, "send", 1, 8)
+        if number == 5000:
+            with pytest.warns(UserWarning, match=f"given up: {FULL}"):
+                trace.flush()
+    assert trace.close() == whole.close() and not list(tmp_path.iterdir())
+
+
+def test_where_ranks_traces_cannot_be_merged_there_is_none(tmp_path):
+    (tmp_path / "trace.0.jsonl").write_text('{"t": 1.0, "rank": 0, "event": "send"}\n')
+    folder = RunFolder.__new__(RunFolder)
+    folder.path, folder._traced = tmp_path, True
+    folder.trace.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match=f"given up: {FULL}"):
+        folder.merge_traces(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_metrics_on_a_full_disk_are_written_at_the_end_if_there_is_room_then(tmp_path):
+    def fill(record):
+        runs.fill_disk_under(tmp_path / "metrics.jsonl")
+
+    with pytest.warns(UserWarning, match=rf"metrics.jsonl could not be written: {FULL}") as told:
+        run = pl.simulate(runs.train, workers=2, out=tmp_path, on_metric=fill)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(told) == 1 and [json.loads(line) for line in lines] == run.metrics
+
+
+def test_notes_that_are_given_up_are_whole_lines(tmp_path):
+    why = []
+    lines = Lines(tmp_path / "notes", why.append)
+    lines.add("one\n")
+    runs.fill_disk_under(tmp_path / "notes")
+    lines.add("two\n")
+    lines.add("three\n")
+    lines.close()
+    assert (tmp_path / "notes").read_text() == "one\n" and why == [FULL]
+
+
+def test_a_model_finds_the_room_that_the_trace_has_taken(monkeypatch, tmp_path):
+    write = Disk.write
+
+    def have_room_without_trace(self, path, content, on_half):
+        if (tmp_path / "trace.jsonl").exists():
+            raise OSError(errno.ENOSPC, FULL)
+        write(self, path, content, on_half)
+
+    monkeypatch.setattr(Disk, "write", have_room_without_trace)
+    with pytest.warns(UserWarning, match=f"the trace of the run in .* is given up: {FULL}"):
+        run = pl.simulate(runs.train, workers=2, out=tmp_path)
+    assert run.model_error is None and (tmp_path / "model.safetensors").is_file()
+
+
+@on_shared_memory
+def test_a_model_that_cannot_be_written_is_told_and_the_result_is_there(tmp_path):
+    for start in (pl.simulate, pl.launch):
+        out = tmp_path / start.__name__
+        with pytest.warns(UserWarning, match=rf"the model could not be saved in {out}: ") as told:
+            run = start(
+                runs.train_where_model_cannot_be,
+                workers=2,
+                out=out,
+                arguments={"out": str(out)},
+                trace=False,
+            )
+        assert len(told) == 1 and run.model_error == "Is a directory"
+        assert json.loads((out / "result.json").read_text())["model_error"] == "Is a directory"
+        assert not list(out.glob(".*.part"))
+
+
+def test_init_raises_when_the_model_cannot_be_written(tmp_path):
+    with (
+        pytest.raises(pl.PacelineError, match=r"model could not be saved in .*Is a directory"),
+        pl.init(out=tmp_path, trace=False) as worker,
+    ):
+        runs.train_where_model_cannot_be(worker, str(tmp_path))
+
+
+SCRIPT = """
+from support import runs
+
+def train(worker):
+    runs.train_where_model_cannot_be(worker, "here")
+"""
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_ends_with_1_when_the_model_is_not_saved(paceline, tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    told = paceline("sim", "mine.py", "-w", 2, "--out", "here", "--no-trace", "--json", code=1)
+    assert "the model could not be saved in here: Is a directory" in told.err
+    assert '"model_error": "Is a directory"' in told.out
+
+
+def test_a_disk_that_is_full_before_the_run_is_refused(monkeypatch, tmp_path):
+    def fail(path, text):
+        raise OSError(errno.ENOSPC, FULL)
+
+    monkeypatch.setattr("paceline.folder.write_private", fail)
+    with pytest.raises(pl.UsageError, match=rf"must be a folder that can be written: {FULL}"):
+        pl.simulate(runs.train, workers=2, out=tmp_path)
+
+
+# Without a trace ---------------------------------------------------------------------------------
+
+
+@on_shared_memory
+def test_a_run_without_a_trace_writes_none(paceline, tmp_path):
+    for command in ("run", "sim"):
+        how = ["-w", 2, "--model", "mlp", "--steps", 2, "--out", command, "--quiet"]
+        paceline(command, *how)
+        assert (tmp_path / command / "trace.jsonl").is_file()
+        paceline(command, *how, "--no-trace")
+        assert not list((tmp_path / command).glob("trace*"))
+        assert (tmp_path / command / "model.safetensors").is_file()
+        refused = paceline("timeline", command, code=2)
+        assert "it has no trace.jsonl" in refused.err
+    with pl.init(out=tmp_path, trace=False) as worker:
+        runs.train(worker)
+    assert not list(tmp_path.glob("trace*"))

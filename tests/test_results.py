@@ -41,7 +41,7 @@ class Alone(pl.Strategy):
         self.local_update()
 
 
-SAVED = {"checkpoint", "checkpoint_error", "resumed_at"}
+SAVED = {"checkpoint", "checkpoint_error", "resumed_at", "model_error"}
 
 
 def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):

@@ -9,6 +9,7 @@
     │   ├── CommTimeout                  a peer lives, but the wait outlasted its limit exit code 3
     │   └── MessageMismatch              a message does not fit what was expected       exit code 1
     ├── Interrupted                      signal number n told the run to end            128 + n
+    ├── NotSaved                         the model could not be written                 exit code 1
     ├── WorkerFailed                     the user's code raised on a rank               exit code 1
     └── Deadlock                         every rank of a simulation waits               exit code 1
 
@@ -89,6 +90,13 @@ class Interrupted(PacelineError):
     def __init__(self, number: int, what: str) -> None:
         self.exit_code = 128 + number
         super().__init__(f"ended by {Signals(number).name}; {what}")
+
+
+class NotSaved(PacelineError):
+    """The model that a run has ended with could not be written to its folder."""
+
+    def __init__(self, out: object, reason: str) -> None:
+        super().__init__(f"the model could not be saved in {out}: {reason}")
 
 
 class WorkerFailed(PacelineError):

@@ -9,19 +9,21 @@ import os
 import platform
 import runpy
 import subprocess
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from paceline._version import __version__
 from paceline.errors import UsageError
-from paceline.files import FILE_MODE, make_folder, open_private, write_private
-from paceline.trace import Trace, merge
+from paceline.files import FILE_MODE, Lines, make_folder, reason_of, write_private
+from paceline.trace import Trace, merge, warn_of_no_trace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,18 +51,28 @@ class RunFolder:
             files = map(self.path.joinpath, (*FILES, TIMELINE))
             for stale in [*files, *self.path.glob("trace.*.jsonl")]:
                 stale.unlink(missing_ok=True)
-            self._metrics = open_private(self.path / METRICS)
+            self._metrics = Lines(self.path / METRICS, partial(_warn_of, self.path / METRICS))
         except OSError as error:
             raise _cannot_write(path, error) from None
+        self._traced = True
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write what the run was asked to do, and with which versions it does it."""
-        write_config(self.path, config)
+        try:
+            write_private(self.path / CONFIG, _config_text(config))
+        except OSError as error:
+            self.close()
+            raise _cannot_write(self.path, error) from None
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Add one line of metrics."""
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        self._metrics.add(json.dumps(record) + "\n")
+
+    def no_trace(self, reason: str | None = None) -> None:
+        """Hear that a rank has given its trace up, and say it once; or that there is to be none."""
+        if self._traced and reason is not None:
+            warn_of_no_trace(self.path, reason)
+        self._traced = False
 
     def close(self) -> None:
         """Close what is open."""
@@ -77,37 +89,56 @@ class RunFolder:
         return self.path / MODEL
 
     def merge_traces(self, ranks: int) -> None:
-        """Make one trace of those that ranks have written."""
-        merge([rank_trace(self.path, rank) for rank in range(ranks)], self.trace)
+        """Make one trace of those that ranks have written; none, where one of them is missing."""
+        parts = [rank_trace(self.path, rank) for rank in range(ranks)]
+        if self._traced:
+            try:
+                merge(parts, self.trace)
+            except OSError as error:
+                self.no_trace(reason_of(error))
+        if not self._traced:
+            for path in [*parts, self.trace]:
+                with suppress(OSError):
+                    path.unlink()
 
 
 class RankFiles:
     """What a rank's own process writes into the folder of a run, if there is one.
 
-    With ``goes_on``, after what an earlier process of the rank has written.
+    With ``goes_on``, after what an earlier process of the rank has written. Without ``trace``,
+    there is none; ``on_no_trace`` is told why the disk did not take it.
     """
 
-    def __init__(self, out: str | PathLike[str] | None, rank: int, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        out: str | PathLike[str] | None,
+        rank: int,
+        *,
+        goes_on: bool = False,
+        trace: bool = True,
+        on_no_trace: Callable[[str], None] | None = None,
+    ) -> None:
         self._path, self._rank = (None if out is None else Path(out)), rank
-        self._metrics: TextIO | None = None
+        self._metrics: Lines | None = None
+        self.trace: Trace | None = None
         if self._path is not None:
             make_folder(self._path)
-        self.trace = Trace(rank_trace(self._path, rank), goes_on=goes_on) if self._path else None
+            path = rank_trace(self._path, rank)
+            if trace:
+                self.trace = Trace(path, goes_on=goes_on, on_failure=on_no_trace)
+            else:
+                path.unlink(missing_ok=True)
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics of this rank."""
         if self._path is not None:
             path = self._path / f"metrics.{self._rank}.jsonl"
-            self._metrics = self._metrics or open_private(path)
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
+            self._metrics = self._metrics or Lines(path, partial(_warn_of, path))
+            self._metrics.add(json.dumps(record) + "\n")
 
-    def save_answer(self, model: nn.Module | None) -> None:
-        """Write the model that the run ends with."""
-        from paceline.checkpoint.states import save_tensors
-
-        if self._path is not None and model is not None:
-            save_tensors(model.state_dict(), self._path / MODEL)
+    def save_answer(self, model: nn.Module | None) -> str | None:
+        """Write the model that the run ends with; returns why it could not be."""
+        return save_answer(model, self._path, self.trace)
 
     def close(self) -> None:
         """Write the rest."""
@@ -115,6 +146,24 @@ class RankFiles:
             self.trace.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def save_answer(model: nn.Module | None, folder: Path | None, trace: Trace | None) -> str | None:
+    """Write the model that a run ends with, if there is a folder; returns why it could not be.
+
+    On a full disk the trace makes room for it.
+    """
+    from paceline.checkpoint.states import save_tensors
+
+    if folder is None or model is None:
+        return None
+    while True:
+        try:
+            save_tensors(model.state_dict(), folder / MODEL)
+            return None
+        except OSError as error:
+            if trace is None or not trace.give_up(reason_of(error)):
+                return reason_of(error)
 
 
 class RecordedRun:
@@ -173,17 +222,31 @@ def largest_difference(one: Path, other: Path) -> float | None:
     return max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write what a run was asked to do, and with which versions it does it."""
-    text = json.dumps({**config, **provenance()}, indent=2, default=str)
-    write_private(folder / CONFIG, text + "\n")
+def _config_text(config: Mapping[str, Any]) -> str:
+    return json.dumps({**config, **provenance()}, indent=2, default=str) + "\n"
 
 
-def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write what a run has come to, and its metrics with what is known of them only then."""
-    write_private(folder / RESULT, json.dumps(result) + "\n")
+def write_result(
+    folder: Path, result: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> None:
+    """Write what a run has come to, and its metrics with what is known of them only then.
+
+    Also what it was asked to do, if that was not written before. Where the disk does not take it,
+    that is said: who has started the run has it all the same.
+    """
     lines = [json.dumps(record) + "\n" for record in result["metrics"]]
-    write_private(folder / METRICS, "".join(lines))
+    texts = {RESULT: json.dumps(result) + "\n", METRICS: "".join(lines)}
+    if config is not None:
+        texts = {CONFIG: _config_text(config), **texts}
+    for name, text in texts.items():
+        try:
+            write_private(folder / name, text)
+        except OSError as error:
+            _warn_of(folder / name, reason_of(error))
+
+
+def _warn_of(path: Path, reason: str) -> None:
+    warnings.warn(f"{path} could not be written: {reason}", stacklevel=3)
 
 
 @contextmanager
@@ -197,7 +260,10 @@ def claim(out: str | PathLike[str] | None) -> Iterator[None]:
         return
     check_out(out)
     path = Path(out) / LOCK
-    lock = _lock(path, out)
+    try:
+        lock = _lock(path, out)
+    except OSError as error:
+        raise _cannot_write(out, error) from None
     try:
         yield
     finally:
@@ -240,8 +306,7 @@ def check_out(path: str | PathLike[str]) -> None:
 
 
 def _cannot_write(path: str | PathLike[str], error: OSError) -> UsageError:
-    reason = error.strerror or str(error)
-    return UsageError(f"out ({path}) must be a folder that can be written: {reason}")
+    return UsageError(f"out ({path}) must be a folder that can be written: {reason_of(error)}")
 
 
 def rank_trace(folder: Path, rank: int) -> Path:

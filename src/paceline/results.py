@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any
 
+from paceline.errors import NotSaved
 from paceline.folder import RunFolder, write_result
 from paceline.guard import IN_A_ROW
 from paceline.history import Row, totals_at
@@ -48,6 +50,7 @@ class Summary:
     dropped: int = 0
     set_aside: bool = False
     batches_lost: int = 0
+    model_error: str | None = None
     stale_ages: list[tuple[int, int]] = field(default_factory=list)
     history: list[Row] = field(default_factory=list)
 
@@ -81,7 +84,7 @@ class Summary:
         )
 
     def numbers(self) -> list[float]:
-        """The fields as numbers, for a vector; what is not known is NaN. Lists are left out."""
+        """The fields as numbers, for a vector; what is not known is NaN. Others are left out."""
         values = [getattr(self, name) for name in _NUMBERS]
         return [math.nan if value is None else float(value) for value in values]
 
@@ -105,7 +108,8 @@ class Summary:
         return {"compute": compute_s, "wait": self.wait_s, "io": self.io_s}
 
 
-_NUMBERS = [f.name for f in fields(Summary) if f.name not in ("stale_ages", "history")]
+_NO_NUMBERS = ("model_error", "stale_ages", "history")
+_NUMBERS = [f.name for f in fields(Summary) if f.name not in _NO_NUMBERS]
 
 
 def _rate_of(worker: Worker) -> float | None:
@@ -171,6 +175,7 @@ class Result:
         diverged: whether every worker that came to the end had been set aside.
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
             was due could not be made. ``resumed_at`` is the step that the run went on from.
+        model_error: why the model could not be written to the run's folder; None when it was.
     """
 
     strategy: str
@@ -209,6 +214,7 @@ class Result:
     checkpoint: int | None = None
     checkpoint_error: str | None = None
     resumed_at: int | None = None
+    model_error: str | None = None
 
     def first_with(self, accuracy: float) -> Metric | None:
         """The first record of such an accuracy."""
@@ -248,6 +254,11 @@ class RunBook:
         """Write down what was asked for."""
         if self.folder is not None:
             self.folder.write_config(config)
+
+    def no_trace(self, reason: str | None = None) -> None:
+        """Hear that a rank has given its trace up, and why; or that there is to be none."""
+        if self.folder is not None:
+            self.folder.no_trace(reason)
 
     def metric(self, record: Metric) -> None:
         """Take a record of ``worker.log``."""
@@ -330,10 +341,13 @@ class RunBook:
             batch_size=round(mine[0].batch_size) if mine else None,
             epoch_samples=mine[0].epoch_samples if mine else None,
             events=sorted(self.events, key=lambda event: event["t"]),
+            model_error=next((s.model_error for s in summaries if s.model_error), None),
             **{**known, **facts},
         )
         if self.folder is not None:
             write_result(self.folder.path, vars(result))
+        if result.model_error is not None:
+            warnings.warn(str(NotSaved(result.out, result.model_error)), stacklevel=2)
         return result
 
     def _count(self, event: str, workers: int) -> int:

@@ -10,20 +10,26 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
 from paceline.capacity import check_real_workers, check_virtual_workers
-from paceline.checkpoint.states import save_tensors
 from paceline.checkpoint.store import Saved
 from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
-from paceline.errors import PacelineError, Served, UsageError, WorkerFailed
-from paceline.folder import RankFiles, RecordedRun, check_out, claim, write_config, write_result
+from paceline.errors import NotSaved, PacelineError, Served, UsageError, WorkerFailed
+from paceline.folder import (
+    RankFiles,
+    RecordedRun,
+    check_out,
+    claim,
+    save_answer,
+    write_result,
+)
 from paceline.hazards import Hazards
 from paceline.keeper import Keeper, Plan, Stopped
 from paceline.launched import Launched, launched
@@ -102,6 +108,7 @@ def launch(
     checkpoint_minutes: float | None = None,
     keep: int = 2,
     resume: bool = False,
+    trace: bool = True,
 ) -> Result:
     """Run ``train(worker)`` in real processes on this host.
 
@@ -124,7 +131,9 @@ def launch(
         checkpoint_steps: save all there is of the run after so many steps of the first worker.
         checkpoint_minutes: save it after so many minutes.
         keep: how many checkpoints are kept.
-        resume: go on from the latest checkpoint in ``out``, or begin where there is none.
+        resume: go on from the newest checkpoint in ``out`` that is whole, or begin where there is
+            none.
+        trace: whether to write a trace to ``out``, which replays and timelines are made of.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
@@ -156,6 +165,7 @@ def launch(
         "device": device,
         "arguments": plain_json("arguments", dict(arguments or {})),
         "out": None if out is None else str(out),
+        "trace": trace,
         "elastic": losses.goes_on and transport == "shared_memory",
         "faults": [asdict(fault) for fault in faults],
     }
@@ -164,6 +174,8 @@ def launch(
     common["checkpoints"] = asdict(saving.plan) if saving.plan else None
     book = RunBook(out, on_metric)
     saving.follow(book)
+    if not trace:
+        book.no_trace()
     told = {"strategy": repr(prototype), "method": common["strategy"]}
     told["spec"] = strategy_spec(prototype)
     told["on_loss"], told["max_restarts"] = losses.on_loss, max_restarts
@@ -171,6 +183,7 @@ def launch(
     hear: dict[str, Callable[[Message], None]] = {
         "metric": book.metric,
         "event": book.event,
+        "no_trace": lambda record: book.no_trace(record["reason"]),
         "progress": on_progress or (lambda record: None),
         "saved": lambda record: saving.hear(Saved(**{**record, "ranks": tuple(record["ranks"])})),
     }
@@ -200,7 +213,13 @@ def launch(
 
 def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
     """The program of a launched rank."""
-    files = RankFiles(argument["out"], transport.rank, goes_on=transport.late)
+    files = RankFiles(
+        argument["out"],
+        transport.rank,
+        goes_on=transport.late,
+        trace=argument["trace"],
+        on_no_trace=lambda why: channel.send({"kind": "no_trace", "record": {"reason": why}}),
+    )
     keeper = _keeper_of_rank(argument["checkpoints"], channel)
     seed_user_generators(argument["seed"], transport.rank)
     worker = Worker(
@@ -218,13 +237,12 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
     )
     try:
         run_worker(worker, find(argument["train"]), argument["arguments"])
-        if worker.leads:
-            files.save_answer(worker.model)
+        model_error = files.save_answer(worker.model) if worker.leads else None
     except Stopped:
         return STOPPED
     finally:
         files.close()
-    return asdict(Summary.of(worker))
+    return asdict(replace(Summary.of(worker), model_error=model_error))
 
 
 def _keeper_of_rank(plan: Message | None, channel: Channel) -> Keeper | None:
@@ -264,6 +282,7 @@ def simulate(
     checkpoint_minutes: float | None = None,
     keep: int = 2,
     resume: bool = False,
+    trace: bool = True,
 ) -> Result:
     """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
 
@@ -284,6 +303,7 @@ def simulate(
         on_progress: called a few times a second with rank, steps and progress of a worker.
         checkpoint_steps: as for :func:`launch`; ``keep`` and ``resume`` likewise.
         checkpoint_minutes: likewise, of virtual time.
+        trace: as for :func:`launch`.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank.
@@ -323,11 +343,10 @@ def simulate(
         on_event=book.event,
         start_s=saving.start_s,
     )
-    trace = Trace(book.folder.trace if book.folder else None, lambda: world.calendar.now_s)
     summaries: list[Summary] = []
 
     def body(transport: SimulatedTransport) -> None:
-        metered = record.follow(transport, trace) if record else MeteredTransport(transport, trace)
+        metered = record.follow(transport, notes) if record else MeteredTransport(transport, notes)
         worker = Worker(
             metered,
             make_strategy(prototype),
@@ -347,9 +366,9 @@ def simulate(
         except Exception as error:
             error.add_note(f"at {worker.comm.now():.6f} s of virtual time")
             raise WorkerFailed.of(worker.rank, error) from None
-        summaries.append(Summary.of(worker))
-        if book.folder is not None and worker.leads and worker.model is not None:
-            save_tensors(worker.model.state_dict(), book.folder.model)
+        summary, folder = Summary.of(worker), book.folder.path if book.folder else None
+        model_error = save_answer(worker.model, folder, notes) if worker.leads else None
+        summaries.append(replace(summary, model_error=model_error))
         metered.close()
 
     book.write_config(
@@ -366,10 +385,12 @@ def simulate(
             "replay": None if replay is None else str(replay),
         }
     )
+    file = book.folder.trace if book.folder and trace else None
+    notes = Trace(file, lambda: world.calendar.now_s)
     try:
         world.run(body)
     finally:
-        trace_hash = trace.close()
+        trace_hash = notes.close()
         book.close()
     return book.result(
         prototype,
@@ -435,6 +456,7 @@ def init(
     rank_order: bool = False,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
+    trace: bool = True,
 ) -> Iterator[Worker]:
     """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
@@ -449,6 +471,10 @@ def init(
         rank_order: sum in rank order, bit for bit as the other transports do; slower.
         out: a folder for this rank's trace and metrics, and rank 0's model.
         on_metric: called with each record of this rank's ``worker.log``.
+        trace: whether to write one to ``out``.
+
+    Raises:
+        NotSaved: the model could not be written to ``out``.
     """
     method = make_strategy(strategy)
     check_seed(seed)
@@ -457,7 +483,7 @@ def init(
     place = launched()
     transport = _connect(place, limits or Limits(), rank_order)
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
-    files = RankFiles(out, transport.rank)
+    files = RankFiles(out, transport.rank, trace=trace)
     seed_user_generators(seed, transport.rank)
 
     def report(record: Metric) -> None:
@@ -477,9 +503,10 @@ def init(
     try:
         yield worker
         worker.finish()
-        if worker.leads:
-            files.save_answer(worker.model)
+        model_error = files.save_answer(worker.model) if worker.leads else None
         transport.close()
+        if model_error is not None:
+            raise NotSaved(out, model_error)
     except Served:
         transport.close()
         raise SystemExit(0) from None
@@ -497,15 +524,20 @@ def attend(
     arguments: Mapping[str, Any] | None = None,
     out: str | PathLike[str] | None = None,
     on_metric: OnMetric | None = None,
+    trace: bool = True,
 ) -> Result | None:
     """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
     book, began_s = RunBook(None, on_metric), time.monotonic()
-    place = init(strategy=strategy, device=device, seed=seed, out=out, on_metric=book.metric)
-    with place as worker:
-        if workers not in (None, worker.size):
-            raise UsageError(f"workers ({workers}) must be {worker.size}, as the launcher says")
-        run_worker(worker, train, arguments or {})
-        summaries = gather_summaries(worker)
+    how: dict[str, Any] = {"strategy": strategy, "device": device, "seed": seed, "trace": trace}
+    not_saved = None
+    try:
+        with init(out=out, on_metric=book.metric, **how) as worker:
+            if workers not in (None, worker.size):
+                raise UsageError(f"workers ({workers}) must be {worker.size}, as the launcher says")
+            run_worker(worker, train, arguments or {})
+            summaries = gather_summaries(worker)
+    except NotSaved as error:
+        not_saved = error
     if worker.rank != 0:
         return None
     told = {"strategy": repr(worker.strategy), "spec": strategy_spec(worker.strategy)}
@@ -519,8 +551,10 @@ def attend(
         out=None if out is None else str(out),
     )
     if out is not None:
-        write_config(Path(out), {"world": "launched", "train": _told(train), **told, **same})
-        write_result(Path(out), vars(result))
+        config = {"world": "launched", "train": _told(train), **told, **same}
+        write_result(Path(out), vars(result), config)
+    if not_saved is not None:
+        raise not_saved
     return result
 
 

@@ -12,13 +12,16 @@ import hashlib
 import heapq
 import json
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from paceline.errors import UsageError
-from paceline.files import open_private
+from paceline.files import Lines, open_private
 
 _BUFFERED = 4096
 
@@ -32,6 +35,8 @@ class Trace:
         path: the file.
         clock: the time that no later record is before; records that come ahead of it are sorted in.
         goes_on: whether to write after what is in the file.
+        on_failure: told why, when the file is given up: the disk is full, or fails. Half a trace is
+            none, so the file is removed then; the model and checkpoints need the room.
     """
 
     def __init__(
@@ -39,14 +44,15 @@ class Trace:
         path: Path | None = None,
         clock: Callable[[], float] | None = None,
         goes_on: bool = False,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self._clock = clock
-        self._file: TextIO | None = None
-        if path is not None and goes_on:
-            self._file = open_private(path, "a")
-            self._file.write("\n")  # a line of before may have been cut off
-        elif path is not None:
-            self._file = open_private(path)
+        self._clock, self._path, self._on_failure = clock, path, on_failure
+        self._file: Lines | None = None
+        self._given_up = False
+        if path is not None:
+            self._file = Lines(path, self._fail, goes_on)
+        if self._file is not None and goes_on:
+            self._file.add("\n")  # a line of before may have been cut off
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
         self._flush_at = _BUFFERED
@@ -77,9 +83,23 @@ class Trace:
         records, self._records = self._records[:end], self._records[end:]
         lines = [f"{t!r} {rank} {event} {peer} {n}\n" for t, rank, event, peer, n, _ in records]
         self._digest.update("".join(lines).encode())
-        if self._file is not None:
-            self._file.writelines(_line(record) for record in records)
-            self._file.flush()
+        if self._file is not None and not self._given_up:
+            self._file.add("".join([_line(record) for record in records]))
+
+    def give_up(self, reason: str) -> bool:
+        """Make room for what matters more; False where there is no file any more."""
+        if self._file is None or self._given_up:
+            return False
+        self._file.give_up(reason)
+        return True
+
+    def _fail(self, reason: str) -> None:
+        self._given_up = True
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+            warn = self._on_failure or partial(warn_of_no_trace, self._path.parent)
+            warn(reason)
 
     def close(self) -> str:
         """Write the rest; return the SHA-256 over (time, rank, event, peer, bytes) in order."""
@@ -88,6 +108,14 @@ class Trace:
             self._file.close()
             self._file = None
         return self._digest.hexdigest()
+
+
+def warn_of_no_trace(folder: Path, reason: str) -> None:
+    """Say that a run goes on without a trace."""
+    warnings.warn(
+        f"the trace of the run in {folder} is given up: {reason}; training goes on without it",
+        stacklevel=3,
+    )
 
 
 def is_duration(name: str) -> bool:

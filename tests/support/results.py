@@ -29,4 +29,5 @@ RESULT_KEYS = [
     "checkpoint",
     "checkpoint_error",
     "resumed_at",
+    "model_error",
 ]

@@ -50,6 +50,29 @@ def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
             worker.log(loss=loss)
 
 
+def fill_disk_under(path: Path) -> None:
+    """Have this process find the disk full when it writes on to a file that it has open."""
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(fd) == str(path.resolve()):
+                full = os.open("/dev/full", os.O_WRONLY)
+                os.dup2(full, int(fd.name))
+                os.close(full)
+
+
+def train_on_full_disk(worker: pl.Worker, out: str) -> None:
+    """The traces of all ranks find the disk full."""
+    for path in Path(out).glob("trace*.jsonl"):
+        fill_disk_under(path)
+    train(worker)
+
+
+def train_where_model_cannot_be(worker: pl.Worker, out: str) -> None:
+    """A folder stands where the model is to be written."""
+    (Path(out) / "model.safetensors" / "in the way").mkdir(parents=True, exist_ok=True)
+    train(worker)
+
+
 def train_through_losses(
     worker: pl.Worker,
     samples: int = 240,

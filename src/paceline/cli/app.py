@@ -14,6 +14,7 @@ from paceline.cli.options import (
     AsModel,
     Calibrating,
     Device,
+    NoTrace,
     Output,
     Repeats,
     Risks,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.results import Result
 
 CLUSTER = "ethernet-10g"
-BESIDE_REPLAY = ("replay", "cluster", "as_model", "out", "json", "quiet", "verbose")
+BESIDE_REPLAY = ("replay", "cluster", "as_model", "no_trace", "out", "json", "quiet", "verbose")
 _STRATEGIES = f"Strategies: {', '.join(STRATEGIES)}; paceline strategies explains them."
 _CLUSTERS = f"{_STRATEGIES} Clusters: {', '.join(PRESETS)}, or the path of a TOML file."
 
@@ -82,6 +83,7 @@ def run(
     ] = None,
     transport: TransportName = None,
     device: Device = "cpu",
+    no_trace: NoTrace = False,
     join: Annotated[
         Path | None,
         Option(
@@ -97,7 +99,7 @@ def run(
         refuse_beside(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), join)
         return
-    job, screen = _job(training, strategy, saves), training.screen()
+    job, screen = _job(training, strategy, saves, no_trace), training.screen()
     policy = {**risks.policy(), **saves.policy()}
     result = job.run(screen, workers, transport, device, risks.script(), policy)
     if result is not None:
@@ -117,6 +119,7 @@ def sim(
         str, Option("--cluster", "-c", help="A named cluster, or a TOML file.")
     ] = CLUSTER,
     as_model: AsModel = None,
+    no_trace: NoTrace = False,
     replay: Annotated[
         Path | None,
         Option("--replay", metavar="RUN", help="Follow the recorded order of a real run's folder."),
@@ -127,9 +130,9 @@ def sim(
     script = risks.script()
     if replay is not None:
         refuse_beside(context, "--replay", BESIDE_REPLAY, "the recorded run decides it")
-        replay_run(screen, replay, place, training.out)
+        replay_run(screen, replay, place, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saves)
+    job = _job(training, strategy, saves, no_trace)
     place.check_faults([*place.faults, *script], len(job.strategy.roles(workers)))
     policy = {**risks.policy(), **saves.policy()}
     result = job.simulate(screen, workers, place, faults=script, policy=policy)
@@ -138,20 +141,20 @@ def sim(
 
 
 def _fail_if_spoiled(result: Result) -> None:
-    """End with 1 when nobody was left to train, or the last checkpoint could not be made."""
+    """End with 1 when nobody was left to train, or what was to be saved could not be."""
     if result.diverged:
         told = "the updates of every worker were not finite, or exploded; a smaller learning rate"
         print(f"paceline: training broke off: {told} may help", file=sys.stderr)
-    if result.diverged or result.checkpoint_error is not None:
+    if result.diverged or result.checkpoint_error or result.model_error:
         raise typer.Exit(1)
 
 
-def _job(training: Training, strategy: str, saves: Saves) -> Job:
+def _job(training: Training, strategy: str, saves: Saves, no_trace: bool) -> Job:
     if saves.resume and training.out is None:
         raise UsageError("--resume needs --out, the folder of the run to go on with")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
-    return Job(task=task, strategy=method, seed=training.seed, out=training.out)
+    return Job(task=task, strategy=method, seed=training.seed, out=training.out, trace=not no_trace)
 
 
 @command(app, epilog=_CLUSTERS)

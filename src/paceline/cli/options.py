@@ -57,6 +57,9 @@ Script = Annotated[
         show_default=False,
     ),
 ]
+NoTrace = Annotated[
+    bool, Option("--no-trace", help="Write no trace, which replays and timelines are made of.")
+]
 Repeats = Annotated[int, Option("--repeats", help="How often each thing is timed.")]
 
 
@@ -163,7 +166,7 @@ class Saves:
     keep: Annotated[int, Option("--keep", help="How many checkpoints are kept.")] = 2
     resume: Annotated[
         bool,
-        Option("--resume", help="Go on from the latest checkpoint in --out, where there is one."),
+        Option("--resume", help="Go on from the newest checkpoint in --out, where there is one."),
     ] = False
 
     def policy(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Job:
     strategy: Strategy
     seed: int
     out: Path | None
+    trace: bool = True
 
     def run(
         self,
@@ -126,6 +127,7 @@ class Job:
             "seed": self.seed,
             "arguments": self.task.arguments,
             "on_metric": watch.metric,
+            "trace": self.trace,
         }
 
 
@@ -140,11 +142,14 @@ def join_run(screen: Screen, folder: Path) -> None:
     screen.emit(told)
 
 
-def replay_run(screen: Screen, path: Path, cluster: Cluster, out: Path | None) -> None:
+def replay_run(
+    screen: Screen, path: Path, cluster: Cluster, out: Path | None, *, trace: bool
+) -> None:
     """Replay a real run, and show whether it comes to the same parameters."""
     run = RecordedRun(path)
     recorded, task = run.model, recorded_task(run.config)
-    job = Job(task=task, strategy=_recorded_method(run), seed=run.config["seed"], out=out)
+    method, seed = _recorded_method(run), run.config["seed"]
+    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)
     show_result(screen, result, task.name, cluster.name, _compared(run, difference))
