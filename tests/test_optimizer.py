@@ -175,3 +175,29 @@ def test_lbfgs_is_refused():
 
     with pytest.raises(pl.UsageError, match="LBFGS"):
         pl.simulate(train, workers=2, cluster="ideal")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_of_the_optimizer_that_setup_was_given_is_refused_at_once(strategy, workers, scaled):
+    def body(worker, net, paced, inner):
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        scaler.step(inner)
+
+    told = r"use the one that it returned: model, optimizer = worker.setup\(model, optimizer\)"
+    with pytest.raises(pl.UsageError, match=told):
+        on_two_workers(body, strategy, workers)
+
+
+def test_after_the_end_the_users_optimizer_is_the_users_own():
+    def body(worker, net, paced, inner):
+        backward(net)
+        paced.step()
+        worker.finish()
+        before = net.weight.clone()
+        inner.step()
+        assert not torch.equal(net.weight, before)
+
+    on_two_workers(body)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 
@@ -315,3 +316,60 @@ def test_nothing_hangs_on_a_model_after_the_end():
 def test_misuse_is_told(use, message):
     with pytest.raises(pl.UsageError, match=message):
         simulate(lambda worker: use(worker, nn.Linear(2, 1)), 2)
+
+
+def batches(worker, **how):
+    data = TensorDataset(torch.arange(16.0).view(-1, 2))
+    return worker.setup_dataloaders(DataLoader(data, batch_size=2), **how)
+
+
+def train_with_another_optimizer(worker):
+    net, _ = make(worker)
+    another = SGD(net.parameters(), lr=0.5)
+    for (x,) in batches(worker):
+        net(x).sum().backward()
+        another.step()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_with_batches_and_no_step_fails_with_the_reason(strategy, workers):
+    told = "no worker made a step: call step.. of the optimizer that worker.setup returned"
+    with pytest.raises(pl.PacelineError, match=told) as raised:
+        simulate(train_with_another_optimizer, workers, strategy=strategy)
+    assert raised.value.exit_code == 1
+
+
+def test_real_workers_and_a_plain_script_say_that_no_step_was_made():
+    with pytest.raises(pl.WorkerFailed, match="no worker made a step") as raised:
+        pl.launch(train_with_another_optimizer, workers=2)
+    assert raised.value.exit_code == 1
+    with pytest.raises(pl.PacelineError, match="no worker made a step"), pl.init() as worker:
+        train_with_another_optimizer(worker)
+
+
+def test_to_evaluate_needs_no_step():
+    def train(worker):
+        net, _ = make(worker)
+        with torch.no_grad():
+            for (x,) in batches(worker):
+                net(x)
+        with worker.answer():
+            for (x,) in batches(worker):
+                net(x)
+
+    assert simulate(train).steps == 0
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_worker_without_a_step_is_no_failure_where_others_have_made_some(strategy):
+    """It had too few batches to make a whole one of those that it adds up."""
+
+    def train(worker):
+        net, sgd = make(worker)
+        for number, (x,) in enumerate(batches(worker, data="static")):
+            net(x).sum().backward()
+            if worker.rank == 0 or number == 9:
+                sgd.step()
+
+    assert simulate(train, strategy=strategy).steps > 0

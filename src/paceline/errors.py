@@ -11,6 +11,7 @@
     ├── Interrupted                      signal number n told the run to end            128 + n
     ├── NotSaved                         the model could not be written                 exit code 1
     ├── WorkerFailed                     the user's code raised on a rank               exit code 1
+    ├── Untrained                        batches were drawn, and no step was made       exit code 1
     └── Deadlock                         every rank of a simulation waits               exit code 1
 
 ``PeersGone`` is not an error: it ends the loop of a rank that serves. Nor is ``LeftBehind``: a rank
@@ -110,6 +111,10 @@ class WorkerFailed(PacelineError):
     def of(cls, rank: int, error: BaseException) -> WorkerFailed:
         """The failure of ``rank`` by ``error``."""
         return cls(rank, summary_of(error), user_traceback(error))
+
+
+class Untrained(PacelineError):
+    """The workers drew batches to train with, and none of them made a step."""
 
 
 class Deadlock(PacelineError):

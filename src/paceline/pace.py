@@ -89,6 +89,11 @@ class Pace:
         self._drawn += samples
         self._full_batch = max(self._full_batch, full_batch)
 
+    @property
+    def drew_in_vain(self) -> bool:
+        """Whether there were batches to train with, but no step was made."""
+        return self._drawn > 0 and self.steps == 0
+
     def step(self, overflow: bool) -> None:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:

@@ -34,12 +34,30 @@ class Replica:
         self.share = 1.0
         self.overflow = self.dropped = False
         self.max_norm: float | None = None
+        self._updating = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse_others)
 
     def local_update(self) -> None:
         """Clip if asked to, then run the user's optimizer, unless the gradient is infinite."""
         if not self.overflow:
             self.clip()
-            self.optimizer.step()
+            self._updating = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._updating = False
+
+    def _refuse_others(self, *_: Any) -> None:
+        """Refuse a step of the user's own optimizer that the strategy has not asked for."""
+        if not self._updating:
+            raise UsageError(
+                "step() was called of the optimizer that worker.setup was given; use the one that"
+                " it returned: model, optimizer = worker.setup(model, optimizer)"
+            )
+
+    def release(self) -> None:
+        """Leave the user's optimizer to the user, after the end."""
+        self._hook.remove()
 
     def clip(self) -> None:
         """Clip the present gradient, if ``worker.clip_gradients`` was called for it."""

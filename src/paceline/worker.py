@@ -22,7 +22,15 @@ from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
 from paceline.data import DrawnBatch, PacedLoader, Place, Sharing
-from paceline.errors import CommTimeout, LeftBehind, PeerLost, PeersGone, Served, UsageError
+from paceline.errors import (
+    CommTimeout,
+    LeftBehind,
+    PeerLost,
+    PeersGone,
+    Served,
+    Untrained,
+    UsageError,
+)
 from paceline.hooks import Loads
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
@@ -251,7 +259,7 @@ class Worker:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
         if self.catching_up:
             return
-        transport, costs, training = self._transport, self._costs, torch.is_grad_enabled()
+        transport, costs, training = self._transport, self._costs, self._trains()
         if costs is not None:
             transport.compute(costs.loading_s(batch.samples, transport.now()))
         load_s = transport.now() - asked_s
@@ -273,6 +281,10 @@ class Worker:
             if self._on_progress is not None:
                 self._tell_progress(self._on_progress)
         transport.resume()
+
+    def _trains(self) -> bool:
+        """Whether a step may be made of a batch that comes now."""
+        return torch.is_grad_enabled() and not (self._pace and self._pace.paused)
 
     def _after_step(self) -> None:
         self.used_batches()
@@ -454,25 +466,39 @@ class Worker:
         self.catch_up()
         self._transport.retire()
         pace.settle()
-        x = pace.replica.flat.x
+        x, trained = pace.replica.flat.x, pace.steps > 0
         if not pace.alone:
             before = x.clone()
             pace.keep_up(lambda: self.strategy.finish(x), again=True)
-            self.consensus = pace.keep_up(lambda: self._consensus_distance(before), again=True)
+            trained = (
+                pace.keep_up(lambda: self._measure(before, pace.steps), again=True) is not False
+            )
         pace.account(last=True)
         pace.paused = "after worker.finish"
+        pace.replica.release()
         self._transport.note("finish")
         self._transport.resume()
+        if pace.drew_in_vain and not trained:
+            raise Untrained(
+                "batches were drawn to train with, and no worker made a step: call step() of the"
+                " optimizer that worker.setup returned; only to evaluate, use torch.no_grad()"
+            )
 
-    def _consensus_distance(self, x: Tensor) -> float | None:
-        """Root mean square distance of the workers to their mean, over the norm of the mean."""
+    def _measure(self, x: Tensor, steps: int) -> bool | None:
+        """Find out how far the workers are apart, and whether any of them has made a step.
+
+        None where that is not known. The distance is the root of the workers' mean square distance
+        to their mean, over the norm of the mean.
+        """
         try:
-            mean, square, count = self.strategy.among_live(partial(_spread, x), measuring=True)
+            measured = self.strategy.among_live(partial(_spread, x, steps), measuring=True)
         except CommTimeout:
             return None
+        mean, square, all_steps, count = measured
         norm = float(mean.double().norm())
-        distance = math.sqrt(float(square) / count) / norm if norm else 0.0
-        return distance if math.isfinite(distance) else None
+        distance = math.sqrt(square / count) / norm if norm else 0.0
+        self.consensus = distance if math.isfinite(distance) else None
+        return None if count == 1 else all_steps > 0
 
     def save(self, folder: str | Path) -> None:
         """Write the state of this worker: call it on every worker, after the same step.
@@ -624,12 +650,14 @@ class Worker:
         return self._pace
 
 
-def _spread(x: Tensor, workers: Comm) -> tuple[Tensor, Tensor, int]:
-    """The mean of all ``x``, the sum of their squared distances to it, and their number."""
+def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:
+    """The mean of all ``x``; the sums of squared distances to it and of steps; their number."""
     mean = x.clone()
     mean /= workers.all_reduce(mean)
-    square = (x - mean).double().square().sum().reshape(1).cpu()
-    return mean, square, workers.all_reduce(square)
+    sums = torch.tensor([float((x - mean).double().square().sum()), steps], dtype=torch.float64)
+    count = workers.all_reduce(sums)
+    square, all_steps = sums.tolist()
+    return mean, square, all_steps, count
 
 
 def _plain(name: str, value: Any) -> Any:
