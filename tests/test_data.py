@@ -415,3 +415,208 @@ def test_what_a_worker_had_drawn_before_it_was_left_behind_counts_once(ahead, ev
     result = pl.simulate(train, workers=3, **how)
     assert result.joined_workers == 1
     assert sorted(taken) == list(range(240))
+
+
+# Looks -------------------------------------------------------------------------------------------
+
+
+def look(loader):
+    next(iter(loader))
+
+
+def look_without_gradients(loader):
+    with torch.no_grad():
+        next(iter(loader))
+
+
+def look_at_some(loader):
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+
+
+def look_twice(loader):
+    look(loader), look(loader)
+
+
+kept = []
+
+
+def look_and_keep_the_iterator(loader):
+    kept.append(iter(loader))
+    next(kept[-1])
+
+
+LOOKS = [look, look_without_gradients, look_at_some, look_twice, look_and_keep_the_iterator]
+
+
+def train_with_looks(data, looks, strategy="allreduce", make=None, **how):
+    """What the workers saw in each epoch, and the model's weight in the end."""
+    seen, ends = {0: Counter(), 1: Counter()}, {}
+    make = make or (lambda: DataLoader(numbers(44), batch_size=4, shuffle=True))
+
+    def train(worker):
+        net = nn.Linear(1, 1)
+        nn.init.ones_(net.weight), nn.init.zeros_(net.bias)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=1e-4))
+        loader = worker.setup_dataloaders(make(), data=data)
+        for epoch in range(2):
+            if looks is not None and worker.rank == 0:
+                looks(loader)
+            for batch in loader:
+                x = batch[0] if isinstance(batch, list) else batch
+                seen[epoch].update(int(i) for i in x.view(-1))
+                sgd.zero_grad()
+                net(x).square().sum().backward()
+                sgd.step()
+        if looks is not None and worker.rank == 0:
+            looks(loader)
+        worker.finish()
+        ends[worker.rank] = net.weight.item()
+
+    result = pl.simulate(train, workers=2, strategy=strategy, cluster="mixed-lab", **how)
+    return seen, ends, result
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+@pytest.mark.parametrize("looks", LOOKS)
+def test_a_look_at_a_loader_is_as_if_it_had_not_been(looks, data):
+    """On one rank, and with batches that weigh what they have: the same bits in the end."""
+    strategy = "allreduce" if data == "shard" else "gossip"
+    plain, ends, without = train_with_looks(data, None, strategy)
+    seen, with_looks, result = train_with_looks(data, looks, strategy)
+    assert seen == plain == {0: Counter(range(44)), 1: Counter(range(44))}
+    assert (result.steps, result.samples) == (without.steps, without.samples)
+    assert data != "shard" or with_looks == ends
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream(44), batch_size=4),
+        lambda: DataLoader(numbers(44), batch_size=4, shuffle=True, num_workers=1),
+    ],
+    ids=["stream", "process"],
+)
+def test_a_look_at_a_queue_leaves_every_batch_to_be_taken(looks, make):
+    seen, _, _ = train_with_looks("queue", looks, "gossip", make)
+    assert seen == {0: Counter(range(44)), 1: Counter(range(44))}
+
+
+def test_what_was_looked_at_before_its_worker_was_left_behind_is_taken_once():
+    seen = Counter()
+
+    def train(worker):
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        one, other = worker.setup_dataloaders(*(DataLoader(numbers(240), 4) for _ in range(2)))
+        if worker.rank == 0:
+            look(other)
+        for loader in (one, other):
+            for (x,) in loader:
+                net(x).sum().backward()
+                sgd.step()
+                seen.update(int(i) for i in x if loader is other)
+
+    fault, limits = pl.freeze(rank=0, for_s=1.0).at(step=3), pl.Limits(dead_s=0.3)
+    how = {"strategy": "gossip", "cluster": Cluster(compute=Compute(step_s=0.1))}
+    result = pl.simulate(train, workers=3, faults=[fault], limits=limits, **how)
+    assert result.joined_workers == 1 and seen == Counter(range(240))
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+def test_a_loop_that_is_left_after_a_step_has_had_its_epoch(data):
+    """What it had drawn for no step weighs nothing in the next one."""
+    seen = {}
+
+    def train(worker):
+        mine = seen[worker.rank] = []
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        loader = worker.setup_dataloaders(DataLoader(numbers(64), 4, shuffle=True), data=data)
+        for epoch in range(3):
+            assert loader.epoch == epoch
+            for number, (x,) in enumerate(loader):
+                if number == 2:
+                    break
+                mine.append((epoch, tuple(int(i) for i in x)))
+                net(x).sum().backward()
+                sgd.step()
+
+    result = pl.simulate(train, workers=2, strategy="allreduce", cluster="ideal")
+    assert (result.steps, result.samples) == (12, 48)
+    for epoch in range(3):
+        batches = [batch for mine in seen.values() for e, batch in mine if e == epoch]
+        assert len({i for batch in batches for i in batch}) == 16, "no sample twice"
+    assert len({batch for _, batch in seen[0]}) == 6, "epochs differ"
+
+
+@pytest.mark.parametrize("data", ["shard", "static"])
+def test_a_batch_drawn_anew_for_every_step_is_used(data):
+    """As in plain torch, each is of another shuffle; it weighs, beside that of the loop."""
+    seen = {}
+
+    def train(worker):
+        mine = seen[worker.rank] = []
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        one, other, third = worker.setup_dataloaders(
+            *(DataLoader(numbers(40), 4, shuffle=True) for _ in range(3)), data=data
+        )
+        for (x,) in one:
+            (y,), (z,) = next(iter(other)), next(iter(third))
+            mine.append((y, z))
+            net(x + y + z).sum().backward()
+            sgd.step()
+        for _ in range(5):
+            (y,), (z,) = next(iter(other)), next(iter(third))
+            mine.append((y, z))
+            net(y + z).sum().backward()
+            sgd.step()
+
+    result = pl.simulate(train, workers=2, cluster="ideal")
+    assert (result.steps, result.samples) == (20, 5 * 2 * 12 + 5 * 2 * 8)
+    for mine in seen.values():
+        for part in (0, 1):
+            assert len({tuple(pair[part].view(-1).tolist()) for pair in mine}) == 10
+
+
+@pytest.mark.parametrize("data", SHARINGS)
+def test_batches_that_are_added_up_over_a_break_count_for_the_step_after_it(data):
+    def train(worker):
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        loader = worker.setup_dataloaders(DataLoader(numbers(64), 4), data=data)
+        for number, (x,) in enumerate(loader):
+            net(x).sum().backward()
+            if number % 2 == 1:
+                sgd.step()
+            if number == 4:
+                break
+        sgd.step()
+
+    assert pl.simulate(train, workers=2, cluster="ideal").samples == 2 * 5 * 4
+
+
+def test_a_loop_inside_a_loop_over_the_same_loader_is_refused():
+    def train(worker):
+        net = nn.Linear(1, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
+        loader = worker.setup_dataloaders(DataLoader(numbers(40), 4))
+        for (x,) in loader:
+            look(loader)
+            net(x).sum().backward()
+            sgd.step()
+
+    with pytest.raises(pl.UsageError, match="must not go on after another one over it was begun"):
+        pl.simulate(train, workers=2, cluster="ideal")
+
+
+def test_a_look_alone_is_no_training():
+    def train(worker):
+        net = nn.Linear(1, 1)
+        worker.setup(net, SGD(net.parameters(), lr=0.0))
+        look(worker.setup_dataloaders(DataLoader(numbers(40), 4)))
+
+    assert pl.simulate(train, workers=2, cluster="ideal").steps == 0

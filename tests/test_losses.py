@@ -257,3 +257,10 @@ def test_a_run_that_loses_all_its_workers_ends_by_name():
 def test_what_cannot_be_is_refused_before_a_process_starts(how, message):
     with pytest.raises(pl.UsageError, match=message):
         pl.launch(runs.train, workers=WORKERS, **{"strategy": "gossip", **how})
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_look_at_the_data_on_one_rank_leaves_all_of_it_to_be_taken_once(strategy):
+    result = pl.launch(runs.train_with_looks, workers=2, strategy=strategy)
+    for epoch in range(2):
+        assert times_taken(result, epoch) == Counter(range(44))

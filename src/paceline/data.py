@@ -27,6 +27,7 @@ from torch.utils.data import DistributedSampler as Distributed
 from torch.utils.data import SequentialSampler as Sequential
 
 from paceline.errors import UsageError
+from paceline.hand import DrawnBatch, Pass
 from paceline.options import one_of
 from paceline.seeds import all_seeded, stream
 from paceline.sim.one_core import take_back_cores
@@ -144,17 +145,6 @@ class Meeting(NamedTuple):
     members: tuple[int, ...]
 
 
-class DrawnBatch(NamedTuple):
-    """What a worker has to know of a batch: where it stands, and how many samples it has."""
-
-    epoch: int
-    number: int
-    samples: int
-    full: int
-    epochs_done: float
-    queue: int | None = None
-
-
 class Place(NamedTuple):
     """How far a worker has come in the data of a loader.
 
@@ -162,7 +152,7 @@ class Place(NamedTuple):
         epoch: that comes next; while one is under way, that one.
         taken: how many batches of it this worker has had.
         under_way: whether the checkpoint was made while the loader was iterated over.
-        tickets: the batches of a queue that this worker has drawn and not had.
+        tickets: the batches of a queue that this worker has drawn and made no use of.
     """
 
     epoch: int = 0
@@ -175,7 +165,8 @@ class PacedLoader:
     """A DataLoader that shares its data with the other workers; each iteration is an epoch.
 
     ``epoch`` is the number of the epoch that comes next, from 0. After a checkpoint was taken up,
-    an epoch that was under way goes on behind the last batch that was made use of.
+    an epoch that was under way goes on behind the last batch that was made use of. One that was
+    only looked at comes again (:mod:`paceline.hand`).
     """
 
     def __init__(
@@ -188,53 +179,67 @@ class PacedLoader:
         self._user_loader = loader
         self._streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if self._streams else _Map(self)
-        self._taken, self.under_way = 0, False
+        self.queue = number if sharing == "queue" else None
+        self._pass: Pass | None = None
         self._goes_on: Place | None = None
         self._done_before = 0
 
     def __iter__(self) -> Iterator[Any]:
+        if self._pass is not None:
+            self._worker.hand.close(self._pass)
         epoch, self.epoch = self.epoch, self.epoch + 1
-        if epoch < self._done_before:
-            yield from self._sample(epoch)
-            return
         goes_on = self._goes_on if self._goes_on and self._goes_on.epoch == epoch else Place()
-        self._taken, self.under_way = goes_on.taken, True
+        this = self._pass = Pass(self, epoch, goes_on)
         try:
-            yield from self._share(epoch, goes_on)
-        finally:
-            self.under_way = False
+            if epoch < self._done_before:
+                yield from self._sample(this)
+            else:
+                yield from self._share(this, goes_on)
+            this.end()
+        finally:  # in whatever thread a loop that was left is thrown away
+            this.leave()
 
-    def _share(self, epoch: int, goes_on: Place) -> Iterator[Any]:
+    def _share(self, this: Pass, goes_on: Place) -> Iterator[Any]:
         """This worker's batches of an epoch, less those that it has had."""
-        worker, full = self._worker, self._user_loader.batch_size or 0
-        queue = self._number if self.sharing == "queue" else None
-        counted = goes_on.taken and not self._streams and queue is None
-        if counted and self._source.length(epoch) == goes_on.taken:  # nothing is left of it
-            yield from self._sample(epoch)
-        asked_s = worker.comm.now()
+        worker, full, epoch = self._worker, self._user_loader.batch_size or 0, this.epoch
+        catching_up, asked_s = worker.catching_up, worker.comm.now()
         if self._is_over():
             return
         for index, samples, share, batch in self._source.batches(epoch, goes_on):
-            drawn = DrawnBatch(epoch, index, samples, full, epoch + share, queue)
-            worker.batch_arrived(drawn, asked_s)
-            self._taken += 1
+            drawn = DrawnBatch(epoch, index, samples, full, epoch + share, self.queue)
+            this.taken += 1
+            worker.batch_arrived(this, drawn, asked_s)
             yield self._moved(batch)
+            self._came_round(this)
             worker.between_batches()
             if self._is_over():
                 return
             asked_s = worker.comm.now()
+        if catching_up and this.taken == goes_on.taken > 0:  # nothing was left of it
+            with worker.for_nothing():
+                yield from self._sample(this)
+
+    def _came_round(self, this: Pass) -> None:
+        if self._pass is not this:
+            raise UsageError(
+                "a loop over a loader must not go on after another one over it was begun: end one"
+                " before the next; to look at samples there, use loader.dataset"
+            )
+        self._worker.hand.came_round(this)
 
     def _is_over(self) -> bool:
         """Whether to train on more would be in vain: others have use for those batches."""
         return self._worker.set_aside and torch.is_grad_enabled()
 
-    def _sample(self, epoch: int) -> Iterator[Any]:
-        """One batch of an epoch that lies before a checkpoint: the loop's body runs, for nothing.
+    def _sample(self, this: Pass) -> Iterator[Any]:
+        """One batch of an epoch that was begun before a checkpoint: the body runs, for nothing.
 
         What it leaves behind in variables is then there; the worker makes no step of it.
         """
-        if self._worker.catching_up and (batch := self._source.first(epoch)) is not None:
+        if self._worker.catching_up and (batch := self._source.first(this.epoch)) is not None:
+            self._worker.hand.draw(this, self._worker.trains)
             yield self._moved(batch)
+            self._came_round(this)
 
     def _moved(self, batch: Any) -> Any:
         return batch if self._worker.device.type == "cpu" else _move(batch, self._worker.device)
@@ -253,11 +258,38 @@ class PacedLoader:
         return batches
 
     @property
+    def under_way(self) -> bool:
+        """Whether a loop goes over its data."""
+        this = self._pass
+        return this is not None and this.open and this.epoch >= self._done_before
+
+    def ahead(self) -> list[int]:
+        """The batches of a queue that were drawn for the loop, and that it has not had."""
+        return self._source.ahead()
+
+    def looked_at(self, this: Pass) -> None:
+        """Have an epoch come again of which no use was made, with what was drawn of its queue."""
+        self.epoch = this.epoch
+        if this.epoch < self._done_before:
+            return
+        held = [batch.number for batch in this.held if batch.queue is not None]
+        tickets = dict.fromkeys([*held, *self.ahead(), *this.began.tickets])
+        self._goes_on = Place(this.epoch, this.began.taken, False, tuple(tickets))
+
+    def give_up_tickets(self) -> None:
+        """Forget what was drawn of a queue: others have it by now."""
+        if self._goes_on is not None:
+            self._goes_on = self._goes_on._replace(tickets=())
+
+    @property
     def place(self) -> Place:
         """How far this worker has come."""
-        if not self.under_way:
-            return Place(self.epoch)
-        return Place(self.epoch - 1, self._taken, True, tuple(self._source.ahead()))
+        this = self._pass
+        if this is not None and self.under_way:
+            return Place(this.epoch, this.taken, True, tuple(self.ahead()))
+        if self._goes_on is not None and self._goes_on.epoch == self.epoch:
+            return self._goes_on
+        return Place(self.epoch)
 
     def go_on(self, place: Place, from_the_top: bool) -> None:
         """Go on from a place; ``from_the_top``, after as many iterations as there were before."""
@@ -323,6 +355,7 @@ class _Stream:
     def _wanted(self, epoch: int, goes_on: Place) -> Iterator[int]:
         rank, size = self._owner._worker.rank, self._owner._worker.size
         if self._owner.sharing == "queue":
+            yield from sorted(goes_on.tickets)
             yield from self._owner.tickets(epoch)
             return
         step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)

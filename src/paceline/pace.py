@@ -49,6 +49,7 @@ class Pace:
         rejoined: how often it was left behind, and came back.
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
+        choose_batches: called before each step, also one that is skipped.
         before_step: called before each step; ``on_step`` after it; ``on_return`` after the worker
             was left behind and came back.
         rejoin: how it comes back.
@@ -75,6 +76,7 @@ class Pace:
         self.last: Mark | None = None
         self.paused: str | None = None
         self.syncing = True
+        self.choose_batches: Callable[[], None] = lambda: None
         self.before_step: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self.on_return: Callable[[], None] = lambda: None
@@ -89,6 +91,10 @@ class Pace:
         self._drawn += samples
         self._full_batch = max(self._full_batch, full_batch)
 
+    def forget(self, samples: int) -> None:
+        """Hear that a batch was only looked at: no step's gradient stands for it."""
+        self._drawn -= samples
+
     @property
     def drew_in_vain(self) -> bool:
         """Whether there were batches to train with, but no step was made."""
@@ -98,6 +104,7 @@ class Pace:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:
             raise UsageError(f"optimizer.step() must not be called {self.paused}")
+        self.choose_batches()
         if self.on_skip is not None:
             self.on_skip()
             return

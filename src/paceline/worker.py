@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from paceline.checkpoint.states import load_state, save_state
 from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
-from paceline.data import DrawnBatch, PacedLoader, Place, Sharing
+from paceline.data import PacedLoader, Place, Sharing
 from paceline.errors import (
     CommTimeout,
     LeftBehind,
@@ -31,6 +32,7 @@ from paceline.errors import (
     Untrained,
     UsageError,
 )
+from paceline.hand import DrawnBatch, Hand, Pass
 from paceline.hooks import Loads
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
@@ -88,7 +90,7 @@ class Worker:
         self._model: nn.Module | None = None
         self._loads: Loads | None = None
         self._loaders: dict[int, PacedLoader] = {}
-        self._in_hand: list[tuple[int, int, int]] = []
+        self.hand = Hand(self.comm.done_with, self._forget)
         self._places: dict[int, Place] = {}
         self._tracked: dict[str, Any] = {}
         self._keeper = keeper
@@ -114,6 +116,7 @@ class Worker:
         self._transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
         alone = self._transport.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
+        self._pace.choose_batches = self.hand.before_step
         self._pace.on_step = self._after_step
         self._pace.may_return = self.rank < self.size and not self.strategy.synchronous
         self._pace.on_return = self._has_returned
@@ -226,6 +229,12 @@ class Worker:
         of a plain loader are, and a ``batch_sampler``'s batches go to one worker each, as they are.
         A DistributedSampler gives way to this sharing: nothing of it is used but ``shuffle``.
 
+        An iteration that is left (``break``) after a step has had its epoch: the next one is over
+        the next epoch, and what was drawn for no step counts for none. One that is left before any
+        step was a look, as by ``next(iter(loader))``: the next one goes over the same epoch, and
+        nothing has changed; docs/loops.md has the whole rule. From a queue, whoever begins an epoch
+        ends the one before for all. A worker may get no batch at all in an epoch.
+
         Args:
             loaders: map-style or iterable; ``batch_size`` is that of one worker. Given again, a
                 loader goes on with its next epoch.
@@ -255,11 +264,13 @@ class Worker:
                 paced.go_on(self._places[number], self.catching_up)
         return self._loaders[id(loader)]
 
-    def batch_arrived(self, batch: DrawnBatch, asked_s: float) -> None:
+    def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
+        transport, costs, training = self._transport, self._costs, self.trains
+        self.hand.draw(loop, training)
+        loop.held.append(batch)
         if self.catching_up:
             return
-        transport, costs, training = self._transport, self._costs, self._trains()
         if costs is not None:
             transport.compute(costs.loading_s(batch.samples, transport.now()))
         load_s = transport.now() - asked_s
@@ -271,23 +282,26 @@ class Worker:
         transport.note("batch", **facts)
         if self._pace is not None:
             self._pace.io_s += load_s
-        if batch.queue is not None:
-            self._in_hand.append((batch.queue, batch.epoch, batch.number))
-            if not training:
-                self.used_batches()
         if training and self._pace is not None:
             self._pace.drew(batch.samples, batch.full)
+            loop.samples += batch.samples
             self._epochs_done = max(self._epochs_done, batch.epochs_done)
             if self._on_progress is not None:
                 self._tell_progress(self._on_progress)
         transport.resume()
 
-    def _trains(self) -> bool:
+    @property
+    def trains(self) -> bool:
         """Whether a step may be made of a batch that comes now."""
         return torch.is_grad_enabled() and not (self._pace and self._pace.paused)
 
+    def _forget(self, samples: int) -> None:
+        """Have samples count for no step: their batch was only looked at."""
+        if self._pace is not None:
+            self._pace.forget(samples)
+
     def _after_step(self) -> None:
-        self.used_batches()
+        self.hand.after_step()
         if self._keeper is not None:
             self._stepped = True
             if not any(loader.under_way for loader in self._loaders.values()):
@@ -299,17 +313,13 @@ class Worker:
             self._stepped = False
             self._running().keep_up(self._keeper.after_step)
 
-    def used_batches(self) -> None:
-        """Say that all batches so far have been made use of: nobody has to take them again."""
-        for batch in self._in_hand:
-            self.comm.done_with(*batch)
-        self._in_hand.clear()
-
     def _has_returned(self) -> None:
         """In another life, nothing counts that was under way: others have its batches by now."""
         assert self._loads is not None
         self._loads.forget()
-        self._in_hand.clear()
+        self.hand.drop()
+        for loader in self._loaders.values():
+            loader.give_up_tickets()
         for span in self._running().replica.flat.spans:
             span.parameter.grad = None
         self.tell("rejoined")
@@ -460,6 +470,7 @@ class Worker:
             return
         self._finished = True
         assert self._loads is not None
+        self.hand.close_all()
         self._loads.end(partial(self._come_to_the_end, pace))
 
     def _come_to_the_end(self, pace: Pace) -> None:
@@ -617,6 +628,19 @@ class Worker:
         """Be where the checkpoint was made that the run goes on from, if there is one."""
         if self._keeper is not None:
             self._keeper.catch_up()
+
+    @contextmanager
+    def for_nothing(self) -> Iterator[None]:
+        """Inside, steps are not made and nothing is recorded; afterwards all is as it was."""
+        pace, state = self._running(), copy.deepcopy(self.own_state())
+        generators = read_generators(self.device)
+        pace.on_skip = lambda: None
+        try:
+            yield
+        finally:
+            pace.on_skip = None
+            self.load_own_state(state)
+            write_generators(generators, self.device)
 
     # For the run ---------------------------------------------------------------------------------
 

@@ -187,6 +187,26 @@ def train_with_a_sampler(worker):
             sgd.step()
 
 
+def train_with_looks(worker):
+    """At its own data and at others, before each epoch."""
+    net = network()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, shuffle=True))
+    other = worker.setup_dataloaders(DataLoader(pairs(), batch_size=30, shuffle=True))
+    for _ in range(4):
+        if worker.rank == 0:
+            next(iter(loader)), next(iter(other))
+        for x, y in loader:
+            sgd.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            sgd.step()
+    for x, y in other:
+        sgd.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        sgd.step()
+    worker.log(samples=worker.pace.samples)
+
+
 LOOPS = [train_with_accumulation, train_with_two_loaders, train_on_a_stream, train_with_a_sampler]
 
 
@@ -194,6 +214,18 @@ LOOPS = [train_with_accumulation, train_with_two_loaders, train_on_a_stream, tra
 @pytest.mark.parametrize("body", LOOPS)
 def test_every_kind_of_loop_goes_on_bit_for_bit(body, strategy, tmp_path):
     compare((body,), tmp_path, [9], strategy=strategy, workers=2, checkpoint_steps=2)
+
+
+@pytest.mark.parametrize("at", [5, 12, 25])
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_with_looks_at_the_data_every_batch_is_taken_once_all_the_same(strategy, at, tmp_path):
+    train = Interruptible(train_with_looks)
+    how = {"workers": 2, "strategy": strategy, "checkpoint_steps": 2}
+    whole = train.run(tmp_path / "whole", **how)
+    assert train.run(tmp_path / "broken", at, **how) is None
+    again = train.run(tmp_path / "broken", **how, resume=True)
+    assert again.resumed_at is not None
+    assert (again.steps, again.samples) == (whole.steps, whole.samples)
 
 
 def test_batches_that_a_loading_process_has_drawn_ahead_are_not_lost(tmp_path):

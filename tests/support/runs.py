@@ -122,6 +122,24 @@ def train_through_losses(
     worker.log(answer=answer.numpy().tobytes().hex())
 
 
+def train_with_looks(worker: pl.Worker) -> None:
+    """Rank 0 looks at batches before each epoch; all log who took which samples."""
+    net = new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+    data = TensorDataset(torch.arange(44), torch.ones(44, 6))
+    batches = worker.setup_dataloaders(DataLoader(data, batch_size=4, shuffle=True))
+    for epoch in range(2):
+        if worker.rank == 0:
+            for number, _ in enumerate(batches):
+                if number == 1:
+                    break
+        for numbers, inputs in batches:
+            sgd.zero_grad()
+            net(inputs).square().mean().backward()
+            sgd.step()
+            worker.log(epoch=epoch, taken=" ".join(map(str, numbers.tolist())))
+
+
 def has_come(comm: pl.Comm, rank: int, life: int) -> bool:
     """Whether ``rank`` is, or was, a member in this life; one that is about to join is none."""
     return comm.life(rank) >= life and (rank in comm.alive() or rank in comm.left())
