@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -214,3 +215,34 @@ def test_the_simulators_page_names_every_key_preset_and_fault():
 def test_the_tutorial_names_every_verb_and_class_attribute():
     wanted = public(pl.Strategy) - {"bind", "state_dict", "load_state_dict"}
     assert wanted <= words_of("writing-a-strategy.md")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md", "docs/loops.md"])
+def test_the_loops_that_are_shown_go_on_where_a_worker_gets_no_batch(page):
+    """One is started again, one comes late: the first epochs of theirs are over by then."""
+    source = next(b for b in blocks_of(ROOT / page) if "def train(worker" in "\n".join(b.lines))
+    shown: dict[str, object] = {"__name__": page}
+    exec("\n".join(source.lines), shown)
+    begun = Counter()
+
+    def train(worker: pl.Worker) -> None:
+        def watched(*loaders, **how):
+            class Loader:
+                def __iter__(self):
+                    begun[worker.rank, worker.comm.life(worker.rank)] += 1
+                    for number, batch in enumerate(paced):
+                        begun[worker.rank, worker.comm.life(worker.rank)] -= number == 0
+                        yield batch
+
+            paced = share(*loaders, **how)
+            return Loader()
+
+        share, worker.setup_dataloaders = worker.setup_dataloaders, watched
+        shown["train"](worker)
+
+    faults = [pl.kill(rank=1).at(step=6), pl.join(rank=2).at(seconds=1.0)]
+    cluster = pl.Cluster(compute=Compute(step_s=0.1))
+    how = {"strategy": "gossip", "faults": faults, "max_restarts": 1, "cluster": cluster}
+    result = pl.simulate(train, workers=3, **how)
+    assert result.joined_workers == 2
+    assert begun[1, 2] > 0 and begun[2, 1] > 0, "each had an epoch without a batch"

@@ -228,6 +228,30 @@ def test_with_looks_at_the_data_every_batch_is_taken_once_all_the_same(strategy,
     assert (again.steps, again.samples) == (whole.steps, whole.samples)
 
 
+def train_and_log_behind_the_loop(worker):
+    net = nn.Linear(5, 2)
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=15, shuffle=True))
+    for _ in range(2):
+        for x, y in loader:
+            sgd.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            sgd.step()
+        worker.log(loss=loss)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "cyclic", "gossip"])
+def test_a_checkpoint_at_the_end_of_an_epoch_has_what_the_loop_left_behind(strategy, tmp_path):
+    """Each worker has two batches an epoch; after the second one nothing is left of it."""
+    train = Interruptible(train_and_log_behind_the_loop)
+    how = {"workers": 2, "strategy": strategy, "checkpoint_steps": 2, "cluster": "ethernet-1g"}
+    whole, ends = train.run(tmp_path, **how), train.ends
+    again = train.run(tmp_path, **how, resume=True)
+    assert again.resumed_at == whole.checkpoint in (2, 4)
+    assert again.samples == whole.samples == 120 and same_models(ends, train.ends)
+
+
 def test_batches_that_a_loading_process_has_drawn_ahead_are_not_lost(tmp_path):
     body = (train_with_a_loading_process,)
     compare(body, tmp_path, [9], strategy="gossip", workers=2, checkpoint_steps=3)
