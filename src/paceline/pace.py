@@ -115,7 +115,7 @@ class Pace:
         begin = self._mark()
         self.first = self.first or begin
         flat.check()
-        replica.share = samples / self._full_batch if samples else 1.0
+        replica.samples = samples or 1
         replica.overflow, replica.dropped = overflow, False
         charged_s = self.keep_up(partial(self._begin, samples))
         if charged_s is None:  # left behind with its gradient

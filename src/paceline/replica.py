@@ -19,7 +19,7 @@ class Replica:
     Attributes:
         flat: the parameters and gradients as vectors.
         optimizer: the user's own.
-        share: how much of a full batch the present gradient stands for, up to 1.
+        samples: how many the present gradient is the mean of; 1 where no loader has told.
         overflow: whether a gradient scaler has found the present gradient to be infinite;
             :meth:`local_update` then does nothing.
         dropped: whether it is not infinite for a scaler, but no gradient to go by (see
@@ -31,7 +31,7 @@ class Replica:
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
         self.flat = Flat(model, optimizer, allocate)
         self.optimizer = optimizer
-        self.share = 1.0
+        self.samples = 1
         self.overflow = self.dropped = False
         self.max_norm: float | None = None
         self._updating = False
@@ -75,6 +75,11 @@ class Replica:
     def lrs(self) -> list[float]:
         """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def base_lrs(self) -> list[float]:
+        """The learning rate of each group that its scheduler starts from, if there is one yet."""
+        groups = self.optimizer.param_groups
+        return [float(group.get("initial_lr", group["lr"])) for group in groups]
 
     def is_plain_sgd(self) -> bool:
         """Whether a local step is ``x - lr * (g + weight_decay * x)`` and no more."""

@@ -5,6 +5,8 @@ E1 to E4, E17 and E24 are the numbers of the specification's table.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ problems = st.builds(
     batch=st.integers(1, 5),
     steps=st.integers(1, 9),
 )
+ragged = problems.map(lambda problem: replace(problem, batch=1 + 2 * problem.batch, ragged=True))
 rates = st.floats(1e-4, 0.5)
 
 
@@ -70,17 +73,29 @@ def test_e2_with_interval_1_the_local_rate_does_not_matter(
 
 
 def local_sgd(problem, workers, interval, lr):
-    """Plain local SGD with averaging, and a last partial interval."""
-    xs = [flat(problem.model())] * workers
+    """Plain local SGD with averages by samples, and a last partial interval."""
+    xs, taken = [flat(problem.model())] * workers, [0] * workers
     for step in range(problem.steps):
         xs = [x - lr * gradient_at(problem, x, rank, step) for rank, x in enumerate(xs)]
+        taken = [n + problem.samples(rank, step) for rank, n in enumerate(taken)]
         if (step + 1) % interval == 0 or step == problem.steps - 1:
-            xs = [sum(xs) / workers] * workers
+            xs, taken = [problem.mean(xs, taken)] * workers, [0] * workers
     return xs[0]
 
 
+@settings(max_examples=12)
+@given(problem=ragged, workers=st.integers(2, 6), lr=rates, given=st.booleans())
+def test_e1_holds_with_ragged_batches(problem, workers, lr, given):
+    """Whether the learning rate of the aggregation is given or not."""
+    problem.optimizer = sgd(lr)
+    expected, _ = problem.run("allreduce", workers)
+    options = f", global_lr={lr / workers!r}" if given else ""
+    actual, _ = problem.run(f"sasgd(interval=1{options})", workers)
+    assert_close(actual[0], expected[0])
+
+
 @settings(max_examples=20)
-@given(problem=problems, workers=st.integers(2, 6), interval=st.integers(1, 5), lr=rates)
+@given(problem=problems | ragged, workers=st.integers(2, 6), interval=st.integers(1, 5), lr=rates)
 @pytest.mark.parametrize("form", ["gradient", "pseudo"])
 def test_e3_sasgd_is_local_sgd_with_averaging(form, problem, workers, interval, lr):
     problem.optimizer = sgd(lr)
@@ -150,14 +165,16 @@ def test_a_rate_that_changes_inside_an_interval_gives_up_the_gradient_form(
     assert_replicas_equal(auto + pseudo)
 
 
+@pytest.mark.parametrize("method", ["allreduce", "layered(group_size=2)"])
 @settings(max_examples=15)
-@given(problem=problems, workers=st.integers(2, 6), lr=rates)
-def test_allreduce_is_one_worker_on_the_whole_batch(problem, workers, lr):
+@given(problem=problems | ragged, workers=st.integers(2, 6), lr=rates)
+def test_synchronous_sgd_is_one_worker_on_the_batches_of_all(method, problem, workers, lr):
     problem.optimizer = sgd(lr, momentum=0.9)
-    actual, _ = problem.run("allreduce", workers)
+    actual, _ = problem.run(method, workers)
     x, velocity = flat(problem.model()), None
     for step in range(problem.steps):
-        mean = sum(gradient_at(problem, x, rank, step) for rank in range(workers)) / workers
+        gradients = [gradient_at(problem, x, rank, step) for rank in range(workers)]
+        mean = problem.mean(gradients, [problem.samples(rank, step) for rank in range(workers)])
         velocity = mean if velocity is None else 0.9 * velocity + mean
         x = x - lr * velocity
     assert_replicas_equal(actual)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.training import Problem, flat, gradient_at
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
@@ -45,24 +46,26 @@ def test_early_finisher_of_sasgd_adds_its_partial_interval():
         for rank in range(2):
             if step < counts[rank]:
                 xs[rank] = xs[rank] - 0.1 * gradient_at(problem, xs[rank], rank, step)
-        if step in (2, 5):
-            xs = [sum(xs) / 2] * 2
+        if step in (2, 5):  # the second time, one batch and three
+            xs = [problem.mean(xs, [3, 3] if step == 2 else [1, 3])] * 2
     assert float((ends[0] - xs[0]).abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)"])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "sasgd(interval=4)", "sasgd(interval=4, global_lr=0.1)"]
+)
 @pytest.mark.parametrize("steps", [1, 4, 7, 8])
 def test_the_closed_form_of_bytes_is_what_is_metered(strategy, steps):
     problem = Problem(seed=1, steps=steps)
     _, result = problem.run(strategy, 3)
     nbytes = flat(problem.model()).nbytes
-    method = pl.strategies.make_strategy(strategy)
-    assert result.bytes_sent == method.payload(steps, nbytes, 3)
     exchanges = steps if strategy == "allreduce" else -(-steps // 4)
-    assert result.bytes_sent == 3 * nbytes * (1 + exchanges)
+    counts = 8 * exchanges if "global_lr" in strategy else 0
+    assert result.bytes_sent == 3 * (nbytes * (1 + exchanges) + counts)
 
 
-def test_ragged_batches_weigh_by_their_samples():
+@pytest.mark.parametrize("strategy", ["allreduce", "layered", "sasgd(interval=1)"])
+def test_ragged_batches_weigh_by_their_samples(strategy):
     x, y = torch.randn(22, 5, dtype=torch.float64), torch.randn(22, 3, dtype=torch.float64)
     problem, ends = Problem(seed=5), {}
 
@@ -77,14 +80,14 @@ def test_ragged_batches_weigh_by_their_samples():
         worker.finish()
         ends[worker.rank] = flat(net)
 
-    pl.simulate(train, workers=4, cluster="ideal")
+    pl.simulate(train, workers=4, strategy=strategy, cluster="ideal")
     net = problem.model()
     plain = SGD(net.parameters(), lr=0.1)
     for part in (slice(0, 16), slice(16, 22)):
         plain.zero_grad()
         nn.functional.mse_loss(net(x[part]), y[part]).backward()
         plain.step()
-    assert float((ends[0] - flat(net)).abs().max()) < 1e-7
+    assert float((ends[0] - flat(net)).abs().max()) < 1e-12
 
 
 class _TwoHeads(nn.Module):
@@ -224,6 +227,34 @@ def test_a_warm_up_from_0_is_no_lr_of_0():
 
     result = pl.simulate(train, workers=2, strategy="sasgd(interval=2)", cluster="ideal")
     assert result.steps == 6
+
+
+@pytest.mark.parametrize("form", ["gradient", "pseudo"])
+@pytest.mark.parametrize("factors", [[1, 1, 0.1, 0.1, 0, 0], [0.5, 0.5, 1, 1, 0, 0]])
+def test_global_lr_follows_a_scheduler_down_to_0(form, factors):
+    problem = Problem(seed=6, steps=6)
+    problem.optimizer = lambda parameters: SGD(parameters, lr=0.1)
+    problem.schedule = lambda sgd: LambdaLR(sgd, lambda step: factors[min(step, 5)])
+    ends, _ = problem.run(f"sasgd(interval=2, global_lr=0.03, form={form})", 2)
+    x = flat(problem.model())
+    for first in (0, 2, 4):
+        total = 0.0
+        for rank in range(2):
+            local = x
+            for step in (first, first + 1):
+                g = gradient_at(problem, local, rank, step)
+                local, total = local - 0.1 * factors[step] * g, total + g
+        x = x - 0.03 * factors[first] * total
+    assert float((ends[0] - x).abs().max()) < 1e-12
+
+
+def test_with_momentum_global_lr_goes_down_to_0_too():
+    problem, ends = Problem(seed=6), {}
+    problem.optimizer = lambda parameters: SGD(parameters, lr=0.1, momentum=0.9)
+    problem.schedule = lambda sgd: LambdaLR(sgd, lambda step: float(step < 3))
+    for problem.steps in (3, 6):
+        (ends[problem.steps], _), _ = problem.run("sasgd(interval=3, global_lr=0.03)", 2)
+    assert torch.equal(ends[3], ends[6])
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=1)", "layered", "diloco"])

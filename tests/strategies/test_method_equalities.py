@@ -15,7 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.training import Problem, beat, flat, gradient_at
-from test_equalities import assert_close, assert_replicas_equal, local_sgd, problems, rates, sgd
+from test_equalities import (
+    assert_close,
+    assert_replicas_equal,
+    local_sgd,
+    problems,
+    ragged,
+    rates,
+    sgd,
+)
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -61,7 +69,10 @@ def test_e5_layered_is_synchronous_sgd(problem, workers, group, lr, momentum, de
 
 @settings(max_examples=8)
 @given(
-    problem=problems, workers=st.integers(2, 6), inner=st.integers(1, 3), times=st.integers(1, 3)
+    problem=problems | ragged,
+    workers=st.integers(2, 6),
+    inner=st.integers(1, 3),
+    times=st.integers(1, 3),
 )
 def test_e23_hierarchical_with_one_group_or_groups_of_one_is_k_avg(problem, workers, inner, times):
     outer = inner * times
@@ -109,7 +120,7 @@ def test_hierarchical_follows_its_listing(problem, group, inner, times):
 
 
 @settings(max_examples=8)
-@given(problem=problems, workers=crowds, interval=intervals, lr=rates)
+@given(problem=problems | ragged, workers=crowds, interval=intervals, lr=rates)
 def test_e18_diloco_with_a_plain_outer_step_is_local_sgd(problem, workers, interval, lr):
     problem.optimizer = sgd(lr)
     options = f"interval={interval}, outer_lr=1.0, outer_momentum=0.0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class Problem:
         default=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+    ragged: bool = False
+    """Whether batches have from 1 to ``batch`` samples, by rank and step."""
     replicas: dict[int, Tensor] = field(default_factory=dict)
     """The parameters of each worker just before it finished, of the last run."""
 
@@ -48,8 +50,17 @@ class Problem:
         y = torch.randn(target, generator=generator, dtype=torch.float64).to(self.dtype)
         return x, y
 
+    def samples(self, rank: int, step: int) -> int:
+        """How many samples a batch has."""
+        return 1 + (7 * rank + 3 * step + self.seed) % self.batch if self.ragged else self.batch
+
+    def mean(self, values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+        """The mean by samples."""
+        weighted = [n * v for n, v in zip(samples, values, strict=True)]
+        return sum(weighted[1:], start=weighted[0]) / sum(samples)
+
     def loss(self, net: nn.Module, rank: int, step: int) -> Tensor:
-        x, y = self.batch_of(rank, step)
+        x, y = self.batch_of(rank, step, self.samples(rank, step))
         return nn.functional.mse_loss(net(x), y)
 
     def run(
@@ -66,6 +77,8 @@ class Problem:
             for step in range(steps(worker.rank) if steps else self.steps):
                 paced.zero_grad()
                 self.loss(net, worker.rank, step).backward()
+                if self.ragged:  # as a loader would tell
+                    worker.pace.drew(self.samples(worker.rank, step), self.batch)
                 paced.step()
                 if scheduler is not None:
                     scheduler.step()

@@ -117,21 +117,21 @@ class Means(Observer):
         replica, number = worker.pace.replica, worker.pace.steps
         decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
         after = x - replica.lrs()[0] * (g + decay * x)
-        weight = 0.0 if replica.overflow else replica.share
+        weight = 0.0 if replica.overflow else replica.samples
         self._parts[number][worker.rank] = Part(x.clone(), after, weight)
         if number:
             self._after[number - 1][worker.rank] = x.clone()
         inner(x, g)
 
-    def _meet(self, worker: Worker, inner: Any, x: Tensor, weight: int) -> int:
+    def _meet(self, worker: Worker, inner: Any, x: Tensor, weight: int) -> bool:
         number = self._meetings.get(worker.rank, 0)
         counts = 0 if worker.rank in worker.strategy.guard.aside else weight
         self._meetings[worker.rank] = number + 1
         self._parts[number][worker.rank] = Part(x.clone(), x.clone(), counts)
-        total: int = inner(x, weight)
-        if total and not getattr(worker.strategy, "_behind", False):
+        going_on: bool = inner(x, weight)
+        if going_on and not getattr(worker.strategy, "_behind", False):
             self._after[number][worker.rank] = x.clone()
-        return total
+        return going_on
 
     def ended(self) -> None:
         """All who went on after an exchange had a part in it; of the others, any number had."""

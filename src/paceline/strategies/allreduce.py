@@ -10,9 +10,6 @@ from paceline.strategies.lockstep import Lockstep
 if TYPE_CHECKING:
     from torch import Tensor
 
-FULL = 1 << 24
-"""The weight of a gradient of a full batch; that of a smaller batch is in proportion."""
-
 
 @dataclass(kw_only=True)
 class AllReduce(Lockstep):
@@ -26,7 +23,7 @@ class AllReduce(Lockstep):
     ======  ==========================================================
     p       number of workers
     g_i     worker i's mini-batch mean gradient, ``g`` before the call
-    n_i     samples in that batch; equal except at the end of an epoch
+    n_i     samples in that batch, or in those that a step has gathered
     ======  ==========================================================
 
     .. math:: x \leftarrow \mathrm{optimizer}\Big(x, \sum_i n_i g_i / \sum_i n_i\Big)
@@ -61,27 +58,24 @@ class AllReduce(Lockstep):
     """
 
     paper: ClassVar[str] = "synchronous SGD, the baseline of all four papers"
-    state: ClassVar[tuple[str, ...]] = ("steps",)
+    state: ClassVar[tuple[str, ...]] = ("steps", "unit")
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         return nbytes * workers * (1 + steps)
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         self.steps += 1
-        weight = 0 if self.replica.dropped else max(1, round(self.replica.share * FULL))
-        self.meet(x, weight)
+        self.meet(x, 0 if self.replica.dropped else self.replica.samples)
         self.replica.dropped = False
         self.local_update()
 
-    def meet(self, x: Tensor, weight: int) -> int:
+    def meet(self, x: Tensor, weight: int) -> bool:
         replica, g = self.replica, self.replica.flat.g
-        if weight not in (0, FULL):
-            g.mul_(weight / FULL)
         odd = replica.dropped or (weight > 0 and (replica.overflow or any(replica.flat.missing)))
-        total, anyone_odd = self.reduce(g, weight, odd, unit=FULL)
+        whole, anyone_odd = self.weigh(g, weight, odd)
         if anyone_odd:
             self._agree(g, weight > 0)
-        return total or int(anyone_odd)
+        return whole > 0 or anyone_odd
 
     def _agree(self, g: Tensor, contributes: bool) -> None:
         """Agree which parameters have a gradient anywhere, and whether any was infinite."""

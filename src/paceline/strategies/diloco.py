@@ -27,10 +27,11 @@ class DiLoCo(Lockstep):
     theta     ``reference``, the model that all agree on
     outer lr  ``outer_lr``; the inner one is that of the user's optimizer
     mu        ``outer_momentum``, Nesterov's, in torch's form
+    n_i       samples of worker i since the last outer step
     ========  =====================================================================
 
     .. math::
-        \Delta = \frac{1}{p} \sum_i (\theta - x_i), \quad
+        \Delta = \sum_i n_i (\theta - x_i) / \sum_i n_i, \quad
         v \leftarrow \mu v + \Delta, \quad
         \theta \leftarrow \theta - \eta (\Delta + \mu v), \quad x_i \leftarrow \theta
 
@@ -70,7 +71,14 @@ class DiLoCo(Lockstep):
     """
 
     paper: ClassVar[str] = "Douillard et al., 2023"
-    state: ClassVar[tuple[str, ...]] = ("steps", "pending", "reference", "velocity")
+    state: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "unit",
+        "pending",
+        "samples",
+        "reference",
+        "velocity",
+    )
 
     interval: int = 16
     outer_lr: float = 0.7
@@ -83,7 +91,7 @@ class DiLoCo(Lockstep):
         finite("outer_lr", self.outer_lr)
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"outer_momentum ({self.outer_momentum}) must be from 0 to below 1")
-        self.pending = 0
+        self.pending = self.samples = 0
         self.reference: Tensor | None = None
         self.velocity: Tensor | None = None
 
@@ -102,25 +110,26 @@ class DiLoCo(Lockstep):
         self.local_update()
         self.steps += 1
         self.pending += 1
+        self.samples += self.replica.samples
         if self.pending == self.interval:
-            self.meet(x, 1)
+            self.meet(x, self.samples)
 
     def finish(self, x: Tensor) -> None:
         if self.pending:
-            self.meet(x, 1)
+            self.meet(x, self.samples)
         super().finish(x)
 
-    def meet(self, x: Tensor, weight: int) -> int:
+    def meet(self, x: Tensor, weight: int) -> bool:
         assert self.reference is not None
         moved = self.reference - x
         weight, dropped = self.judge(moved, weight)
-        total, anyone_dropped = self.reduce(moved, weight, dropped, unit=1)
-        if total:
+        whole, anyone_dropped = self.weigh(moved, weight, dropped)
+        if whole:
             self._outer_step(moved)
-        if total or anyone_dropped:
+        if whole or anyone_dropped:
             x.copy_(self.reference)
-        self.pending = 0
-        return total or int(anyone_dropped)
+        self.pending = self.samples = 0
+        return whole > 0 or anyone_dropped
 
     def _outer_step(self, moved: Tensor) -> None:
         """Nesterov's step of torch, with the mean of what was moved for a gradient."""

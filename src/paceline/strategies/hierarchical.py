@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.errors import UsageError
 from paceline.options import at_least
-from paceline.strategies.lockstep import Lockstep
+from paceline.strategies.lockstep import Lockstep, agree_on_unit
 from paceline.topology import groups
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ class Hierarchical(Lockstep):
     S       ``group_size``: consecutive workers
     K1      ``group_interval``: steps between averages of a group
     K2      ``interval``: steps between averages of all
+    n_j     samples of worker j since its last average
     ======  =====================================================
 
     .. math::
         x_i \leftarrow \mathrm{optimizer}(x_i, g_i), \qquad
         x_i \leftarrow
         \begin{cases}
-            \frac{1}{p} \sum_j x_j & \text{every } K_2 \text{ steps} \\
-            \frac{1}{S} \sum_{j \in \text{group}} x_j & \text{every } K_1 \text{ steps otherwise}
+            \sum_j n_j x_j / \sum_j n_j & \text{every } K_2 \text{ steps} \\
+            \text{the same over the group} & \text{every } K_1 \text{ steps otherwise}
         \end{cases}
 
     Args:
@@ -77,7 +78,14 @@ class Hierarchical(Lockstep):
     """
 
     paper: ClassVar[str] = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
-    state: ClassVar[tuple[str, ...]] = ("steps", "in_group", "in_all", "met")
+    state: ClassVar[tuple[str, ...]] = (
+        "steps",
+        "unit",
+        "group_unit",
+        "in_group",
+        "in_all",
+        "met",
+    )
 
     group_size: int = 4
     group_interval: int = 4
@@ -92,7 +100,7 @@ class Hierarchical(Lockstep):
             raise UsageError(
                 f"group_interval ({self.group_interval}) must divide interval ({self.interval})"
             )
-        self.in_group = self.in_all = self.met = 0
+        self.in_group = self.in_all = self.met = self.group_unit = 0
 
     @property
     def uses_gradient(self) -> bool:
@@ -116,6 +124,8 @@ class Hierarchical(Lockstep):
     def step(self, x: Tensor, g: Tensor | None) -> None:
         self.local_update()
         self.steps += 1
+        self.in_group += self.replica.samples
+        self.in_all += self.replica.samples
         if self.steps % self.group_interval == 0:
             self._next_meeting(x)
 
@@ -124,29 +134,33 @@ class Hierarchical(Lockstep):
         while self._next_meeting(x):
             pass
 
-    def meet(self, x: Tensor, weight: int) -> int:
+    def meet(self, x: Tensor, weight: int) -> bool:
         weight, dropped = self.judge(x, weight)
         v = x if weight else x.new_zeros(x.shape)
-        total, anyone_dropped = self.reduce(v, weight, dropped, unit=1)
-        if total:
+        whole, anyone_dropped = self.weigh(v, weight, dropped)
+        if whole:
             x.copy_(v)
-        return total or int(anyone_dropped)
+        return whole > 0 or anyone_dropped
 
     def _next_meeting(self, x: Tensor) -> bool:
         """Average in the group or over all, whichever is due; False after the last of all."""
         self.met += 1
         if not self._is_for_all(self.met):
-            self._average_group(x, int(self.steps > self.in_group))
-            self.in_group = self.steps
+            self._average_group(x, self.in_group)
+            self.in_group = self.in_group if self.group.size == 1 else 0
             return True
-        total = self.meet(x, int(self.steps > self.in_all))
-        self.in_group = self.in_all = self.steps
-        return total > 0
+        going_on = self.meet(x, self.in_group or self.in_all)
+        self.in_group = self.in_all = 0
+        return going_on
 
     def _average_group(self, x: Tensor, weight: int) -> None:
         weight, _ = self.judge(x, weight)
         v = x if weight else x.new_zeros(x.shape)
-        if self.group.all_reduce(v, weight, lambda total: 1 / total):
+        self.group_unit = self.group_unit or agree_on_unit(self.group, v, weight)
+        unit = self.group_unit or 1
+        if weight not in (0, unit):
+            v.mul_(weight / unit)
+        if self.group.all_reduce(v, weight, lambda total: unit / total):
             x.copy_(v)
 
     def _is_for_all(self, meeting: int) -> bool:

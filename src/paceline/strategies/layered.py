@@ -10,7 +10,6 @@ from paceline.guard import norm
 from paceline.options import at_least
 from paceline.parcel import Parcel
 from paceline.settings import read_settings, write_settings
-from paceline.strategies.allreduce import FULL
 from paceline.strategies.base import COMMUNICATOR, SUMMONS, WORKER, Strategy
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
 from paceline.topology import groups
@@ -26,7 +25,8 @@ class Head(NamedTuple):
 
     Attributes:
         round: which step it belongs to.
-        weight: of a contribution, or of all of them, with the flags of a lockstep.
+        weight: the samples of a contribution, with the flags of a lockstep; on its way down, 1 in
+            place of each that is not 0.
         overflow: on how many workers a scaler has found it to be infinite.
     """
 
@@ -49,12 +49,12 @@ class Layered(Strategy):
     ======  ==========================================================
     W       ``group_size``: consecutive workers
     G       the number of groups, each with a communicator, its own rank
-    N       the number of workers
+    n_i     samples in the batch of worker i
     ======  ==========================================================
 
     .. math::
-        x_{t+1} = \mathrm{optimizer}\Big(x_t, \tfrac{1}{N} \sum_{k=1}^{G}
-        \sum_{i \in \text{group } k} g_i(x_t)\Big)
+        x_{t+1} = \mathrm{optimizer}\Big(x_t, \sum_{k=1}^{G}
+        \sum_{i \in \text{group } k} n_i g_i(x_t) / \sum_i n_i\Big)
 
     Args:
         group_size: workers to a communicator; the last group may be smaller.
@@ -143,7 +143,7 @@ class Layered(Strategy):
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
         self.steps += 1
-        self._send_up(g, max(1, round(self.replica.share * FULL)))
+        self._send_up(g, self.replica.samples)
         self._settings = read_settings(self.replica.optimizer)
         self._max_norm = self.replica.max_norm
 
@@ -171,8 +171,6 @@ class Layered(Strategy):
         if dropped:
             weight = 0
             g.zero_()
-        elif weight not in (0, FULL):
-            g.mul_(weight / FULL)
         odd = dropped or (weight > 0 and (replica.overflow or any(flat.missing)))
         present = [float(weight > 0 and not missing) for missing in flat.missing]
         head = Head(
@@ -366,13 +364,13 @@ class Layered(Strategy):
             mean, weight, flags = self._sum(x)
             peers = self.comm.group(sorted(self._peers), strict=True)
             try:
-                total = peers.all_reduce(mean, weight, lambda total: FULL / (total % ODD or FULL))
+                total = peers.all_reduce(mean, weight, lambda total: 1 / (total % ODD or 1))
                 if total % BEHIND >= ODD:
                     peers.all_reduce(flags)
                 else:  # nobody lacks anything; of a group without workers, nobody has said so
                     flags[1:] = float(total % ODD > 0)
                 overflow, *present = flags.tolist()
-                return Head(self._round, total, overflow), present, mean
+                return Head(self._round, _flags(total), overflow), present, mean
             except PeerLost as lost:
                 for rank in lost.ranks:
                     self._lose(rank)
@@ -388,5 +386,10 @@ class Layered(Strategy):
             weight += round(its_weight)
             flags += flags.new_tensor(its_flags)
             if its_weight % ODD:
-                total += parcel.vector
+                total.add_(parcel.vector, alpha=its_weight % ODD)
         return total, weight, flags
+
+
+def _flags(total: int) -> int:
+    """The counts in a sum of weights, each no more than 1: larger ones have no room in a float."""
+    return bool(total % ODD) + ODD * (total % BEHIND >= ODD) + BEHIND * (total >= BEHIND)

@@ -26,20 +26,26 @@ class SASGD(Lockstep):
     T         ``interval``
     gamma     the learning rate of the user's optimizer: the local steps
     gamma_p   ``global_lr``; gamma / p when not given, which averages the models
+    n_i       samples of worker i since the last aggregation
     x'        ``reference``, the last agreed model
     ========  ====================================================================
 
     .. math::
         x_i \leftarrow x_i - \gamma g_i \quad (T \text{ times}), \qquad
-        x' \leftarrow x' - \gamma_p \sum_i \sum_{k=1}^{T} g_i^{(k)}, \qquad x_i \leftarrow x'
+        x' \leftarrow x' - \gamma_p \sum_i \frac{n_i}{\bar n} \sum_{k=1}^{T} g_i^{(k)}, \qquad
+        x_i \leftarrow x'
 
-    That is the form on plain SGD. With momentum, with Adam, or with a learning rate that changes
+    where :math:`\bar n` is the mean of those n_i that are not 0: the average is by samples. That is
+    the form on plain SGD. With momentum, with Adam, or with a learning rate that changes
     inside an interval, the pseudo-gradient :math:`x' - x_i` stands for :math:`\gamma` times the sum
     of gradients; on plain SGD the two are equal.
 
     Args:
         interval: steps between aggregations.
-        global_lr: learning rate of the aggregated step; averages the models when not given.
+        global_lr: learning rate of the aggregated step; averages the models when not given. It
+            belongs to the learning rate that the optimizer begins with, and follows a scheduler: as
+            that falls to a tenth, or to 0, so does this. Where the optimizer's is always 0, it is
+            constant.
         form: ``gradient`` accumulates gradients, ``pseudo`` takes the difference of models;
             ``auto`` is ``gradient`` on plain SGD, until a learning rate changes in an interval.
         momentum: what happens to the optimizer's buffers at an aggregation: ``keep`` them local,
@@ -82,7 +88,10 @@ class SASGD(Lockstep):
     paper: ClassVar[str] = "Cong, Bhardwaj, Feng, ICPP 2017"
     state: ClassVar[tuple[str, ...]] = (
         "steps",
+        "unit",
         "pending",
+        "samples",
+        "base_lrs",
         "lrs",
         "lr_changed",
         "reference",
@@ -102,7 +111,8 @@ class SASGD(Lockstep):
         if self.global_lr is not None:
             above("global_lr", self.global_lr, 0)
             finite("global_lr", self.global_lr)
-        self.pending = 0
+        self.pending = self.samples = 0
+        self.base_lrs: list[float] = []
         self.lrs: list[float] = []
         self.lr_changed = False
         self.reference: Tensor | None = None
@@ -116,11 +126,12 @@ class SASGD(Lockstep):
         warm = min(steps, self.warmup)
         meetings = warm + -(-(steps - warm) // self.interval)
         vectors = 1 + (len(self.replica.moments()) if self.momentum == "average" else 0)
-        return nbytes * workers * (1 + meetings * vectors)
+        counts = 0 if self.global_lr is None else meetings * self.replica.flat.x.element_size()
+        return workers * (nbytes * (1 + meetings * vectors) + counts)
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
-        self.lrs = self.replica.lrs()
+        self.lrs, self.base_lrs = self.replica.lrs(), self.replica.base_lrs()
         if self._accumulates():
             self.gradients = x.new_zeros(x.shape)
         if self._accumulates() or self.global_lr is not None:
@@ -137,68 +148,89 @@ class SASGD(Lockstep):
         self.local_update()  # x <- x - gamma g
         self.steps += 1
         self.pending += 1
+        self.samples += self.replica.samples
         if self.steps <= self.warmup or self.pending == self.interval:
-            self.meet(x, 1)
+            self.meet(x, self.samples)
 
     def finish(self, x: Tensor) -> None:
         if self.pending:
-            self.meet(x, 1)
+            self.meet(x, self.samples)
         super().finish(x)
 
-    def meet(self, x: Tensor, weight: int) -> int:
+    def meet(self, x: Tensor, weight: int) -> bool:
         weight, dropped = self.judge(x, weight)
-        total = self._sum_gradients(x, weight, dropped)
+        going_on = self._sum_gradients(x, weight, dropped)
         if self.gradients is None:
-            total = self._combine_models(x, weight, dropped)
-        if total and self.momentum == "reset":
+            going_on = self._combine_models(x, weight, dropped)
+        if going_on and self.momentum == "reset":
             self.replica.forget_moments()
-        elif total and self.momentum == "average":
+        elif going_on and self.momentum == "average":
             self._average_moments(x, weight)
-        self.pending = 0
-        return total
+        self.pending = self.samples = 0
+        return going_on
 
-    def _sum_gradients(self, x: Tensor, weight: int, dropped: bool) -> int:
+    def _sum_gradients(self, x: Tensor, weight: int, dropped: bool) -> bool:
         """The listing's form; given up for good when a learning rate changed in the interval.
 
         Or when one is dropped: the other form tells that apart from a worker at its end.
         """
         if self.gradients is None or self.reference is None:
-            return 0
-        total, changed = self.reduce(self.gradients, weight, self.lr_changed or dropped)
+            return False
+        odd = self.lr_changed or dropped
+        whole, changed = self.weigh(self.gradients, weight, odd, mean=False)
         if changed:
             self.gradients = None
-        elif total:
-            for part, lr in zip(self.replica.flat.groups, self.lrs, strict=True):
-                gamma_p = lr / total if self.global_lr is None else self.global_lr
+        elif whole:
+            times = self._count(x, weight) / whole
+            groups = zip(self.replica.flat.groups, self.lrs, self.base_lrs, strict=True)
+            for part, lr, base in groups:
+                gamma_p = lr / whole
+                if self.global_lr is not None:
+                    gamma_p = self.global_lr * times * (lr / base if base else 1)
                 self.reference[part].sub_(self.gradients[part], alpha=gamma_p)
             x.copy_(self.reference)
             self.gradients.zero_()
-        return total
+        return whole > 0
 
-    def _combine_models(self, x: Tensor, weight: int, dropped: bool) -> int:
-        """The pseudo-gradient form; where it is the mean of the models, that mean itself."""
+    def _combine_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
+        """The pseudo-gradient form; where it is the mean of the models, that mean itself.
+
+        What a worker has moved is its learning rate times its gradients: to divide it by the rate
+        that the optimizer began with has ``global_lr`` follow the present one.
+        """
         if self.global_lr is None or self.reference is None:
             v = x if weight else x.new_zeros(x.shape)
-            total, anyone_dropped = self.reduce(v, weight, dropped, unit=1)
-            if total:
+            whole, anyone_dropped = self.weigh(v, weight, dropped)
+            if whole:
                 x.copy_(v)
-            return total or int(anyone_dropped)
+            return whole > 0 or anyone_dropped
         v = self.reference - x
-        total, anyone_dropped = self.reduce(v, weight, dropped)
-        if total:
-            for part, lr in zip(self.replica.flat.groups, self.lrs, strict=True):
-                if lr == 0:
-                    raise UsageError("global_lr needs a learning rate that does not become 0")
-                self.reference[part].sub_(v[part], alpha=self.global_lr / lr)
-        if total or anyone_dropped:
+        whole, anyone_dropped = self.weigh(v, weight, dropped, mean=False)
+        if whole:
+            times = self._count(x, weight) / whole
+            for part, base in zip(self.replica.flat.groups, self.base_lrs, strict=True):
+                if base == 0:
+                    raise UsageError(
+                        "global_lr with lr (0) accumulates gradients, which needs learning rates"
+                        " that stay as they are"
+                    )
+                self.reference[part].sub_(v[part], alpha=self.global_lr * times / base)
+        if whole or anyone_dropped:
             x.copy_(self.reference)
-        return total or int(anyone_dropped)
+        return whole > 0 or anyone_dropped
+
+    def _count(self, x: Tensor, weight: int) -> int:
+        """How many workers contribute, where the sum is over them and not over samples."""
+        if self.global_lr is None:
+            return 1
+        count, _ = self.reduce(x.new_zeros(1), int(weight > 0))
+        return count
 
     def _average_moments(self, x: Tensor, weight: int) -> None:
         for name in self.replica.moments():
             v = x.new_zeros(x.shape)
             self.replica.read_moment(name, v)
-            self.reduce(v, weight, unit=1)
+            self.weigh(v, weight)
             self.replica.write_moment(name, v)
 
     def _accumulates(self) -> bool:
