@@ -12,6 +12,7 @@ from paceline.comm.metered import MeteredTransport
 from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.guard import glance, is_sound, norm
 from paceline.history import History
+from paceline.rates import Rates
 from paceline.replica import Replica
 from paceline.strategies.base import Strategy
 
@@ -49,6 +50,7 @@ class Pace:
         rejoined: how often it was left behind, and came back.
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
+        rates: its learning rates, beside those of others.
         choose_batches: called before each step, also one that is skipped.
         before_step: called before each step; ``on_step`` after it; ``on_return`` after the worker
             was left behind and came back.
@@ -71,6 +73,7 @@ class Pace:
         self.may_return = True
         self.lr = replica.lrs()[0]
         self.history = History()
+        self.rates = Rates(strategy, replica)
         self.first: Mark | None = None
         self.warm: Mark | None = None
         self.last: Mark | None = None
@@ -157,6 +160,8 @@ class Pace:
         if not self.replica.overflow:
             self._judge(g)
         self.strategy.step(flat.x, g)
+        if self.strategy.synchronous:
+            self.rates.after_step(self.steps + 1)
 
     def _judge(self, g: Tensor | None) -> None:
         """Let a gradient that is not finite, or explodes, count as none.

@@ -484,6 +484,9 @@ class Worker:
             trained = (
                 pace.keep_up(lambda: self._measure(before, pace.steps), again=True) is not False
             )
+            if self.strategy.synchronous:
+                with suppress(CommTimeout):
+                    pace.keep_up(pace.rates.at_end, again=True)
         pace.account(last=True)
         pace.paused = "after worker.finish"
         pace.replica.release()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.training import Problem, flat, gradient_at
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
@@ -284,3 +284,94 @@ def test_what_cannot_be_saved_says_so(strategy, tmp_path):
             worker.save(tmp_path)
 
     pl.simulate(train, workers=2, strategy=strategy, cluster="ideal")
+
+
+# Learning rates ----------------------------------------------------------------------------------
+
+EQUAL = ["allreduce", "layered(group_size=2)", "sasgd(interval=4)", "sasgd(global_lr=0.01)"]
+"""Methods whose replicas are equal only while the rates of their workers are."""
+OWN_STEPS = [
+    "sasgd(interval=4, form=pseudo)",
+    "hierarchical(group_size=2, group_interval=2, interval=4)",
+    "diloco(interval=4)",
+    "easgd(sync=true)",
+    "gossip(sync=true)",
+]
+
+
+def train_on_plateaus(losses_of, steps, made=None):
+    """A training whose scheduler follows, every 4 steps, a loss that depends on the rank."""
+
+    def train(worker):
+        net = nn.Linear(2, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0125))
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, factor=0.5, patience=0)
+        for step in range(steps):
+            sgd.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            sgd.step()
+            if made is not None:
+                made[worker.rank] = step + 1
+            if step % 4 == 3:
+                scheduler.step(losses_of(worker.rank, step))
+
+    return train
+
+
+def flat_on_rank_0(rank, step):
+    """Loses its way on rank 0, and falls on all others."""
+    return 1.0 if rank == 0 and step < 8 else 1.0 / (2 + step)
+
+
+def test_rates_are_compared_where_workers_have_made_unequally_many_steps():
+    def train(worker):
+        net = nn.Linear(2, 1)
+        net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.1 / (1 + (worker.rank == 2))))
+        scheduler = StepLR(sgd, 2)
+        for _ in range(7 * worker.rank):
+            sgd.step()
+            scheduler.step()
+
+    with pytest.raises(pl.UsageError, match=r"in step 7 .* 0.0001 on rank 1 and 5e-05 on rank 2"):
+        pl.simulate(train, workers=3, strategy="allreduce")
+
+
+RATES = r"step 16 the learning rate is 0.00625 on rank 0 and 0.0125 on rank 1\. .*worker\.reduce"
+
+
+@pytest.mark.parametrize("strategy", EQUAL)
+def test_rates_that_let_replicas_drift_apart_are_an_error(strategy):
+    with pytest.raises(pl.UsageError, match=RATES):
+        pl.simulate(train_on_plateaus(flat_on_rank_0, 16), workers=3, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", OWN_STEPS)
+def test_rates_that_differ_where_workers_step_by_themselves_are_told_of(strategy):
+    with pytest.warns(UserWarning, match=RATES):
+        pl.simulate(train_on_plateaus(flat_on_rank_0, 16), workers=3, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", EQUAL)
+def test_rates_that_differ_are_found_long_before_the_end(strategy):
+    made = {}
+    with pytest.raises(pl.UsageError, match=r"in step (64|128) the learning rate is"):
+        pl.simulate(train_on_plateaus(flat_on_rank_0, 9999, made), workers=3, strategy=strategy)
+    assert max(made.values()) <= 128 + 16
+
+
+@pytest.mark.parametrize("strategy", [*EQUAL, *OWN_STEPS])
+def test_rates_that_differ_only_after_the_last_step_harm_nobody(strategy):
+    train = train_on_plateaus(lambda rank, step: rank if step == 7 else 2.0, 8)
+    pl.simulate(train, workers=3, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "layered(group_size=2)"])
+def test_to_look_at_the_rates_of_others_costs_and_changes_nothing(strategy, monkeypatch):
+    problem = Problem(seed=5, steps=130, schedule=lambda sgd: StepLR(sgd, 7))
+    runs = []
+    for every in (64, 1_000_000):
+        monkeypatch.setattr("paceline.rates.EVERY", every)
+        runs.append(problem.run(strategy, 3, lambda rank: 70 + 30 * rank, cluster="mixed-lab"))
+    (first, one), (second, two) = runs
+    assert (one.trace_hash, one.bytes_sent) == (two.trace_hash, two.bytes_sent)
+    assert torch.equal(first[0], second[0])

@@ -60,6 +60,10 @@ class AllReduce(Lockstep):
     paper: ClassVar[str] = "synchronous SGD, the baseline of all four papers"
     state: ClassVar[tuple[str, ...]] = ("steps", "unit")
 
+    @property
+    def equal_rates(self) -> bool:
+        return True
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         return nbytes * workers * (1 + steps)
 

@@ -81,6 +81,15 @@ class Strategy(ABC):
         """Whether :meth:`step` wants ``g``; otherwise it is None and no gather is paid."""
         return True
 
+    @property
+    def equal_rates(self) -> bool:
+        """Whether replicas are equal only while all workers step with the same learning rates.
+
+        Then rates that differ are an error. Workers of such a method publish nothing: what they
+        show each other are their rates.
+        """
+        return False
+
     def roles(self, workers: int) -> tuple[str, ...]:
         """The role of each rank when there are so many workers; workers come first."""
         return (WORKER,) * workers

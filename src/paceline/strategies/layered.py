@@ -110,6 +110,10 @@ class Layered(Strategy):
         self._came: dict[int, Parcel] = {}
         self.behind = False
 
+    @property
+    def equal_rates(self) -> bool:
+        return True
+
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
 

@@ -122,6 +122,10 @@ class SASGD(Lockstep):
     def uses_gradient(self) -> bool:
         return self.gradients is not None
 
+    @property
+    def equal_rates(self) -> bool:
+        return self.gradients is not None or self.global_lr is not None
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         warm = min(steps, self.warmup)
         meetings = warm + -(-(steps - warm) // self.interval)
