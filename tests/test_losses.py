@@ -264,3 +264,15 @@ def test_a_look_at_the_data_on_one_rank_leaves_all_of_it_to_be_taken_once(strate
     result = pl.launch(runs.train_with_looks, workers=2, strategy=strategy)
     for epoch in range(2):
         assert times_taken(result, epoch) == Counter(range(44))
+
+
+@pytest.mark.parametrize(("interval", "lost"), [(20, 0), (500, 30)])
+def test_what_a_worker_had_since_the_last_meeting_comes_again_in_the_next_epoch(interval, lost):
+    """15 steps an epoch; where no meeting comes before the end, what was lost is counted."""
+    kill = pl.kill(rank=1).at(step=3)
+    result = launch(f"sasgd(interval={interval})", kill, on_loss="continue")
+    survivors = [m for m in result.metrics if m["rank"] != 1 and "taken" in m]
+    taken = Counter(number for m in survivors for number in m["taken"].split())
+    assert (result.lost_workers, result.lost_batches) == (1, lost)
+    assert taken.total() == 2 * SAMPLES - 4 * lost
+    assert lost or set(taken.values()) == {2}

@@ -74,34 +74,76 @@ def part_of(batch: Indices, workers: int, place: int) -> Indices:
     return batch[first : first + each + (place < more)]
 
 
+class Meeting(NamedTuple):
+    """Who took part in the last collective of all workers, and how many there were by then."""
+
+    number: int
+    members: tuple[int, ...]
+
+
+class Given:
+    """The global batches that workers were given since they last met, in whatever epoch."""
+
+    def __init__(self) -> None:
+        self._batches: list[Indices] = []
+        self._last: Meeting | None = None
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep what there is, to :meth:`restore` it after a mere look at an epoch."""
+        self._kept = [*self._batches], self._last
+
+    def restore(self) -> None:
+        """Be what was kept."""
+        self._batches, self._last = [*self._kept[0]], self._kept[1]
+
+    def add(self, batch: Indices) -> None:
+        """Note that a batch is divided among those who were at the last meeting."""
+        self._batches.append(batch)
+
+    def met(self, now: Meeting) -> list[Indices]:
+        """Hear of the last meeting; return the parts of those who did not come to it.
+
+        What they had since the one before is lost with them.
+        """
+        last, self._last = self._last or now, now
+        workers = len(last.members)
+        lost = [place for place, member in enumerate(last.members) if member not in now.members]
+        parts = [part_of(batch, workers, place) for batch in self._batches for place in lost]
+        if now.number != last.number:
+            self._batches.clear()
+        return [part for part in parts if len(part)]
+
+
 def divide_epoch(
-    order: Indices, batch_size: int, worker: int, meeting: Callable[[], Meeting]
+    order: Indices,
+    batch_size: int,
+    worker: int,
+    meeting: Callable[[], Meeting],
+    given: Given | None = None,
 ) -> Iterator[Indices]:
     """As :func:`shard_epoch`, among those who are left; ``meeting`` tells of the last one.
 
-    When a worker is lost, what it had been given since the meeting before comes again at the end of
-    the epoch, and the rest is divided among the others. All of them see the loss at the same
-    meeting, and so divide alike.
+    When a worker is lost, what it had been ``given`` since the meeting before, in this epoch or in
+    those before, comes again at the end of the epoch, and the rest is divided among the others. All
+    of them see the loss at the same meeting, and so divide alike.
     """
+    given = Given() if given is None else given
+    given.keep()
     here = meeting()
-    given: list[Indices] = []
+    order = np.concatenate([order, *given.met(here)])
     while len(order):
         size = batch_size * len(here.members)
         if len(order) < 2 * size:
             size = global_batches(len(order), batch_size, len(here.members))[0]
         batch, order = order[:size], order[size:]
-        given.append(batch)
+        given.add(batch)
         mine = part_of(batch, len(here.members), here.members.index(worker))
         if len(mine):
             yield mine
-        now = meeting()
-        if now.members != here.members:
-            lost = [place for place, m in enumerate(here.members) if m not in now.members]
-            again = [part_of(each, len(here.members), place) for each in given for place in lost]
+        here = meeting()
+        if again := given.met(here):
             order = np.concatenate([order, *again])
-        if now.number != here.number:
-            given.clear()
-        here = now
 
 
 class Cut(Sequence[Indices]):
@@ -136,13 +178,6 @@ def shuffled(samples: int, seed: int, number: int, epoch: int) -> Indices:
     order: Indices = stream(seed, "data", number, epoch).permutation(samples)
     order.setflags(write=False)
     return order
-
-
-class Meeting(NamedTuple):
-    """Who took part in the last collective of all workers, and how many there were by then."""
-
-    number: int
-    members: tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -274,6 +309,7 @@ class PacedLoader:
             return
         held = [batch.number for batch in this.held if batch.queue is not None]
         tickets = dict.fromkeys([*held, *self.ahead(), *this.began.tickets])
+        self._source.given.restore()
         self._goes_on = Place(this.epoch, this.began.taken, False, tuple(tickets))
 
     def give_up_tickets(self) -> None:
@@ -302,6 +338,10 @@ class PacedLoader:
         """The samples of an epoch, of all workers; None where only reading them would tell."""
         return self._source.samples
 
+    def unseen(self) -> int:
+        """How many batches were lost with their workers, and come again no more: at the end."""
+        return self._source.unseen()
+
     def __len__(self) -> int:
         """Batches of this worker in its next epoch; of a queue, an equal part of them."""
         return self._source.length(self.epoch)
@@ -327,6 +367,7 @@ class _Stream:
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
+        self.given = Given()
         if owner.sharing == "skewed":
             raise UsageError("data (skewed) must not be used with an iterable data set")
 
@@ -343,6 +384,9 @@ class _Stream:
             if index == mine:
                 yield index, _count(batch), 0.0, batch
                 mine = next(wanted, None)
+
+    def unseen(self) -> int:
+        return 0
 
     def first(self, epoch: int) -> Any:
         """The first batch there is."""
@@ -371,6 +415,7 @@ class _Map:
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
         self._taken: deque[tuple[int, int, int]] = deque()
+        self.given = Given()
         self._epoch, self._count, self._goes_on = 0, 1, Place()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
@@ -441,15 +486,18 @@ class _Map:
 
     def _divided(self) -> Iterator[Indices]:
         """This worker's part of the epoch among those who are left."""
-        worker, order = self._owner._worker, self._order(self._epoch)
+        order = self._order(self._epoch)
         assert not isinstance(order, list)
-        comm = worker.comm
+        rank, size = self._owner._worker.rank, self._recipe.batch_size
+        return divide_epoch(self._whole(order), size, rank, self._meeting, self.given)
 
-        def meeting() -> Meeting:
-            members = comm.present()
-            return Meeting(comm.meetings, tuple(r for r in members if r < worker.size))
+    def _meeting(self) -> Meeting:
+        comm = self._owner._worker.comm
+        return Meeting(comm.meetings, tuple(r for r in comm.present() if r < self._workers))
 
-        return divide_epoch(self._whole(order), self._recipe.batch_size, worker.rank, meeting)
+    def unseen(self) -> int:
+        """How many batches were lost with their workers after the last epoch was divided."""
+        return len(self.given.met(self._meeting()))
 
     def _whole(self, order: Indices) -> Indices:
         """Without what is left over, where the loader drops that."""

@@ -79,7 +79,7 @@ class Summary:
             samples_per_s=_rate_of(worker),
             dropped=_dropped_by(worker),
             set_aside=worker.set_aside,
-            batches_lost=worker.comm.transport.batches_lost(),
+            batches_lost=worker.comm.transport.batches_lost() + worker.unseen_batches,
             **_staleness_of(worker),
         )
 
@@ -169,8 +169,8 @@ class Result:
             (it was left behind), ``outlived`` (so was this one, and the others are at their end),
             ``succeeded`` (a server that follows another), ``dropped`` (an update that was not
             finite, or exploded), ``large``, ``set_aside`` (its sender).
-        lost_batches: those that lost workers had in hand, and nobody has drawn again: the others
-            were in a later epoch, or at their end.
+        lost_batches: those that lost workers had in hand, or had been given since the last meeting,
+            and nobody has taken again: the others were in a later epoch, or at their end.
         dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
         diverged: whether every worker that came to the end had been set aside.
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that

@@ -82,6 +82,7 @@ class Worker:
         self.device = torch.device(device)
         self.comm = Comm(transport, elastic=elastic)
         self.consensus: float | None = None
+        self.unseen_batches = 0
         self.epoch_samples: int | None = None
         self._transport, self._costs, self._report = transport, costs, report
         self._on_progress, self._told_s = on_progress, 0.0
@@ -481,6 +482,7 @@ class Worker:
         if not pace.alone:
             before = x.clone()
             pace.keep_up(lambda: self.strategy.finish(x), again=True)
+            self.unseen_batches = sum(loader.unseen() for loader in self._loaders.values())
             trained = (
                 pace.keep_up(lambda: self._measure(before, pace.steps), again=True) is not False
             )
