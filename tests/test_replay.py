@@ -353,3 +353,110 @@ def test_a_folder_that_cannot_be_replayed_is_refused_with_what_to_do(
         done = paceline("sim", "--replay", folder, code=2)
         assert f"replay ({folder}) must be the folder that paceline run --out" in done.err
         assert why in done.err
+
+
+EVIL = """
+from pathlib import Path
+
+Path({marker!r}).touch()
+
+
+class Method:
+    pass
+
+
+def train(worker, epochs=1):
+    pass
+"""
+
+
+def rewritten(recorded, folder, **changes):
+    """A copy of a run's folder, with another configuration."""
+    shutil.copytree(recorded, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def spoil_trace(folder):
+    (folder / "trace.jsonl").write_text('{"t": 1.0, "rank": "all"}\n')
+
+
+def spoil_model(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def forget_threads(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["threads"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def list_config(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def give_more_arguments(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "arguments": {"no": "such"}}))
+
+
+@on_shared_memory
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (spoil_trace, "not a record of a trace"),
+        (spoil_model, "model.safetensors cannot be read"),
+        (forget_threads, "config.json: threads (None) must be of type int"),
+        (list_config, "config.json must be a dict"),
+        (give_more_arguments, "--no (such) cannot be passed on"),
+    ],
+    ids=["trace", "model", "threads", "list", "arguments"],
+)
+def test_a_folder_is_looked_at_before_anything_that_it_names_is_run(
+    spoil, told, recorded, paceline, tmp_path
+):
+    script, marker = tmp_path / "evil.py", tmp_path / "ran"
+    script.write_text(EVIL.format(marker=str(marker)))
+    evil = {"script": str(script), "name": "train"}
+    method = {"class": {"script": str(script), "name": "Method"}, "fields": {}}
+    spoil(rewritten(recorded, tmp_path / "hostile", train=evil, method=method))
+    assert told in paceline("sim", "--replay", "hostile", code=2).err
+    assert not marker.exists()
+
+
+@on_shared_memory
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train": {"module": "subprocess", "name": "call"}}, "none of Python's own"),
+        ({"train": {"module": "os.path", "name": "exists"}}, "none of Python's own"),
+        ({"train": {"script": "evil.py", "name": "train"}}, "must be the whole path of a script"),
+        ({"train": {"script": "/no/such.py", "name": "train"}}, "whole path of a script that is"),
+        ({"train": {"module": "torch", "name": "a.__globals__"}}, "must be told by names"),
+        ({"train": {"module": "torch", "script": "x", "name": "a"}}, "and where it is"),
+        ({"train": {"module": 3, "name": "a"}}, "must be told by names"),
+        (
+            {"method": {"class": {"module": "subprocess", "name": "Popen"}, "fields": {}}},
+            "none of Python's own",
+        ),
+        (
+            {"method": {"class": {"module": "torch.nn", "name": "Linear"}, "fields": {}}},
+            "must be a class of strategies",
+        ),
+        ({"method": {"class": "evil", "fields": {}}}, "must have a class and fields"),
+    ],
+)
+def test_a_folder_that_names_what_no_run_has_written_is_refused(
+    changes, told, recorded, paceline, tmp_path
+):
+    (tmp_path / "evil.py").write_text(EVIL.format(marker=str(tmp_path / "ran")))
+    rewritten(recorded, tmp_path / "hostile", **changes)
+    assert told in paceline("sim", "--replay", "hostile", code=2).err
+    assert not (tmp_path / "ran").exists()
+
+
+@on_shared_memory
+def test_what_a_replay_runs_is_said(script, recorded, paceline):
+    done = paceline("sim", "--replay", recorded)
+    assert f"Replaying {recorded}, which has train of {script} run" in " ".join(done.out.split())

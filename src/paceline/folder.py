@@ -166,6 +166,19 @@ def save_answer(model: nn.Module | None, folder: Path | None, trace: Trace | Non
                 return reason_of(error)
 
 
+_RECORDED: dict[str, type] = {
+    "world": str,
+    "workers": int,
+    "seed": int,
+    "threads": int,
+    "strategy": str,
+    "train": dict,
+    "method": dict,
+    "arguments": dict,
+}
+"""What a replay needs to know of a run, and of which type it is in the configuration."""
+
+
 class RecordedRun:
     """What a real run has left in its folder, for a replay of it."""
 
@@ -176,10 +189,16 @@ class RecordedRun:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise self._unfit(f"{CONFIG} cannot be read: {reason}") from None
+        if not isinstance(self.config, dict):
+            raise self._unfit(f"{CONFIG} must be a dict")
         if self.config.get("world") == "simulated":
             raise self._unfit("it was simulated; the same command and seed repeat it anyway")
         if "method" not in self.config or not self.trace.is_file():
             raise self._unfit(f"it has no {TRACE}, or is of an older version")
+        for name, kind in _RECORDED.items():
+            if type(value := self.config.get(name)) is not kind:
+                told = f"{name} ({value!r:.40}) must be of type {kind.__name__}"
+                raise self._unfit(f"{CONFIG}: {told}")
 
     def _unfit(self, reason: str) -> UsageError:
         return UsageError(
@@ -198,6 +217,20 @@ class RecordedRun:
         if not (self.path / MODEL).is_file():
             raise self._unfit(f"it has no {MODEL}, so the run has not come to its end")
         return self.path / MODEL
+
+    def check_files(self) -> None:
+        """Refuse a trace and a model that are not what they must be; runs nothing."""
+        from paceline.checkpoint.states import check_header
+        from paceline.comm.replayed import Replay
+
+        try:
+            check_header(self.model)
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._unfit(f"{MODEL} cannot be read: {error}") from None
+        try:
+            Replay(self.trace)
+        except UsageError as error:
+            raise self._unfit(str(error)) from None
 
     def check(self, out: str | PathLike[str] | None, **given: Any) -> None:
         """Refuse what would be another run, and to overwrite this one."""

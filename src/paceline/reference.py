@@ -53,6 +53,30 @@ def find(reference: Reference) -> Any:
     return thing
 
 
+def check_reference(what: str, reference: Any) -> None:
+    """Refuse what :func:`refer_to` does not write, in a file that somebody else may have written.
+
+    A script has its whole path. A module is none of Python's own: there is no training in those,
+    but much that harms when it is called.
+    """
+    where = [kind for kind in ("main", "script", "module") if kind in reference]
+    if len(where) != 1 or set(reference) != {*where, "name"}:
+        raise UsageError(f"{what} ({reference}) must be the name of a thing, and where it is")
+    (kind,) = where
+    place, name = reference[kind], reference["name"]
+    if not isinstance(place, str) or not isinstance(name, str) or not _is_dotted(name):
+        raise UsageError(f"{what} ({reference}) must be told by names")
+    if kind != "module":
+        if not Path(place).is_absolute() or not Path(place).is_file():
+            raise UsageError(f"{what} ({place}) must be the whole path of a script that is there")
+    elif not _is_dotted(place) or place.partition(".")[0] in sys.stdlib_module_names:
+        raise UsageError(f"{what} ({place}) must be in a module, and none of Python's own")
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() and not part.startswith("__") for part in name.split("."))
+
+
 def load_script(path: Path) -> types.ModuleType:
     """Import a script under its own name, as if its folder were the current one."""
     sys.path.insert(0, str(path.parent))
@@ -73,6 +97,8 @@ def pack_strategy(strategy: Strategy) -> Reference:
 def unpack_strategy(packed: Reference) -> Strategy:
     """The strategy that :func:`pack_strategy` packed."""
     cls: type[Strategy] = find(packed["class"])
+    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+        raise UsageError(f"strategy ({packed['class']}) must be a class of strategies")
     return build(cls, packed["fields"], cls.__name__)
 
 

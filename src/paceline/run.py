@@ -262,7 +262,7 @@ def _keeper_of_rank(plan: Message | None, channel: Channel) -> Keeper | None:
 
 @_alone_in_out()
 def simulate(
-    train: Train,
+    train: Train | Reference,
     *,
     workers: int = 4,
     strategy: str | Strategy = "allreduce",
@@ -323,13 +323,14 @@ def simulate(
     same = {"workers": workers, "strategy": repr(prototype), "seed": seed}
     same["arguments"] = dict(arguments or {})
     record = _recorded(replay, out, all_faults, same)
+    program = _found(train) if isinstance(train, dict) else train  # all is checked by now
     saving = Saving(
         out, steps=checkpoint_steps, minutes=checkpoint_minutes, keep=keep, resume=resume
     )
     saving.check_strategy(prototype, size, workers)
     if saving.on and record is not None:
         raise UsageError("replay must not be used with checkpoints")
-    saving.prepare({**same, "train": _told(train), "cluster": asdict(place)}, size)
+    saving.prepare({**same, "train": _told(program), "cluster": asdict(place)}, size)
     book = RunBook(out, on_metric)
     saving.follow(book)
     world = World(
@@ -360,7 +361,7 @@ def simulate(
             keeper=Keeper(saving.plan, saving.hear) if saving.plan else None,
         )
         try:
-            run_worker(worker, train, arguments or {})
+            run_worker(worker, program, arguments or {})
         except PacelineError:
             raise
         except Exception as error:
@@ -376,7 +377,7 @@ def simulate(
             "world": "simulated",
             **same,
             "spec": strategy_spec(prototype),
-            "train": _told(train),
+            "train": _told(program),
             "cluster": asdict(place),
             "as_model": stands_for_note(place.stands_for.model) if place.stands_for else None,
             "faults": [asdict(fault) for fault in faults],
@@ -404,6 +405,17 @@ def simulate(
         as_model=place.stands_for.model if place.stands_for else None,
         **saving.facts(),
     )
+
+
+def _found(train: Reference) -> Train:
+    """The training function that is meant."""
+    try:
+        program = find(train)
+    except Exception as error:
+        raise WorkerFailed.of(0, error) from None
+    if not callable(program):
+        raise UsageError(f"train ({train}) must be a function")
+    return cast(Train, program)
 
 
 def _told(train: Train) -> Reference | str:

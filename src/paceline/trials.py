@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, WorkerFailed
+from paceline.errors import PacelineError
 from paceline.files import make_folder, write_private
 from paceline.folder import provenance
 from paceline.options import build
 from paceline.pool import answers, cores, serve
-from paceline.reference import Reference, find, pack_strategy, plain_json, unpack_strategy
+from paceline.reference import Reference, pack_strategy, plain_json, unpack_strategy
 from paceline.results import Result
 from paceline.run import simulate
 from paceline.sim.cluster import Cluster
@@ -72,7 +72,7 @@ class Trial:
         """Make the run, in this process."""
         try:
             result = simulate(
-                _found(self.train),
+                self.train,
                 workers=self.workers,
                 strategy=self.strategy,
                 cluster=self.cluster,
@@ -83,13 +83,6 @@ class Trial:
         except PacelineError as error:
             return Outcome(error=str(error), exit_code=error.exit_code)
         return Outcome(result=result)
-
-
-def _found(train: Reference) -> Any:
-    try:
-        return find(train)
-    except Exception as error:
-        raise WorkerFailed.of(0, error) from None
 
 
 @dataclass(frozen=True, kw_only=True)

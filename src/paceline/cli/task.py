@@ -50,8 +50,11 @@ def find_task(chosen: Training) -> Task:
 
 
 def recorded_task(config: Mapping[str, Any]) -> Task:
-    """The task of a real run, from its configuration."""
+    """The task of a real run, from its configuration; looked at, and not imported."""
+    from paceline.reference import check_reference
+
     reference, arguments = config["train"], config["arguments"]
+    check_reference("train", reference)
     if "script" in reference:
         _check_script(Path(reference["script"]), arguments)
     name = Path(reference.get("script") or reference.get("main") or reference["module"]).name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
-from paceline.errors import PacelineError, UsageError, WorkerFailed
+from paceline.errors import PacelineError, UsageError
 from paceline.folder import MODEL, RecordedRun, largest_difference
 from paceline.launched import launched
 from paceline.options import one_of
@@ -98,16 +98,11 @@ class Job:
         check_virtual_workers(workers)
         kind = "sim" if replay is None else "replay"
         folder = choose_out(self.out, f"{kind}-{strategy_name(self.strategy)}-{workers}")
-        from paceline.reference import find
         from paceline.run import simulate
 
-        try:
-            train = find(self.task.reference)
-        except Exception as error:
-            raise WorkerFailed.of(0, error) from None
         with self._watched(screen) as watch:
             return simulate(
-                train,
+                self.task.reference,
                 workers=workers,
                 cluster=cluster,
                 faults=faults,
@@ -145,9 +140,15 @@ def join_run(screen: Screen, folder: Path) -> None:
 def replay_run(
     screen: Screen, path: Path, cluster: Cluster, out: Path | None, *, trace: bool
 ) -> None:
-    """Replay a real run, and show whether it comes to the same parameters."""
+    """Replay a real run, and show whether it comes to the same parameters.
+
+    Nothing that the folder names is imported before all that is in it has been looked at.
+    """
     run = RecordedRun(path)
+    run.check_files()
     recorded, task = run.model, recorded_task(run.config)
+    where = next(place for kind, place in task.reference.items() if kind != "name")
+    screen.say(f"Replaying {path}, which has {task.reference['name']} of {where} run")
     method, seed = _recorded_method(run), run.config["seed"]
     job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace)
     result = job.simulate(screen, run.config["workers"], cluster, path)
@@ -156,10 +157,14 @@ def replay_run(
 
 
 def _recorded_method(run: RecordedRun) -> Strategy:
-    from paceline.reference import unpack_strategy
+    from paceline.reference import check_reference, unpack_strategy
 
+    method = run.config["method"]
+    if not isinstance(method.get("class"), dict) or not isinstance(method.get("fields"), dict):
+        raise UsageError(f"strategy ({method}) must have a class and fields")
+    check_reference("strategy", method["class"])
     try:
-        return unpack_strategy(run.config["method"])
+        return unpack_strategy(method)
     except (ImportError, AttributeError) as error:
         told = run.config["strategy"]
         raise UsageError(f"strategy ({told}) must be one that can be imported: {error}") from None
