@@ -277,7 +277,7 @@ class PacedLoader:
             self._came_round(this)
 
     def _moved(self, batch: Any) -> Any:
-        return batch if self._worker.device.type == "cpu" else _move(batch, self._worker.device)
+        return moved(batch, self._worker.device)
 
     def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterate over a loader; over one that goes on behind a checkpoint, once all is as it was.
@@ -332,6 +332,11 @@ class PacedLoader:
         self._goes_on = place
         self._done_before = place.epoch if from_the_top else 0
         self.epoch = 0 if from_the_top else place.epoch
+
+    @property
+    def plain(self) -> DataLoader[Any]:
+        """The loader that was given: its data are nobody's share."""
+        return self._user_loader
 
     @property
     def samples(self) -> int | None:
@@ -714,6 +719,11 @@ def _count(batch: Any) -> int:
     if isinstance(batch, (list, tuple)):
         return _count(batch[0]) if batch else 0
     return 1
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch whose tensors are on ``device``."""
+    return batch if device.type == "cpu" else _move(batch, device)
 
 
 def _move(batch: Any, device: torch.device) -> Any:

@@ -259,6 +259,7 @@ class Keeper:
         self._pace.load_state(state["pace"])
         self._made_s, self._answered = self._transport.now(), state["answered"]
         if worker.rank < worker.size:
+            worker.show_again(state)
             self._begin_to_catch_up(state["loaders"])
         else:
             write_generators(state["generators"], worker.device)

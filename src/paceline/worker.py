@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ from paceline.checkpoint.states import load_state, save_state
 from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Comm
 from paceline.comm.metered import Meter, MeteredTransport
-from paceline.data import PacedLoader, Place, Sharing
+from paceline.data import PacedLoader, Place, Sharing, moved
 from paceline.errors import (
     CommTimeout,
     LeftBehind,
@@ -36,8 +36,11 @@ from paceline.hand import DrawnBatch, Hand, Pass
 from paceline.hooks import Loads
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
+from paceline.options import at_least
 from paceline.pace import Pace
 from paceline.replica import Replica
+from paceline.rest import Rest, recalibrate
+from paceline.seeds import all_seeded, stream
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -47,6 +50,10 @@ M = TypeVar("M", bound=nn.Module)
 Metric = dict[str, Any]
 HEARTBEAT_S = 0.25
 """How often, at most, a worker tells how far it is."""
+BUFFERS, FIXED = 0, 1
+"""The shelves for what the model holds beside its trained parameters: see :class:`Rest`."""
+SHELVED_EVERY = 8
+"""Steps after which a worker shows its buffers anew; in the beginning, after each."""
 
 
 class Worker:
@@ -122,7 +129,8 @@ class Worker:
         self._pace.may_return = self.rank < self.size and not self.strategy.synchronous
         self._pace.on_return = self._has_returned
         self._pace.rejoin = lambda: self._rejoin(replica.flat.x)
-        self._model = model
+        self._model, self._shown = model, torch.empty(0, dtype=torch.uint8)
+        self._rest = Rest(model, {id(span.parameter) for span in replica.flat.spans})
         self._loads = Loads(model, self._pace, self.settle)
         self.strategy.bind(self.comm, replica, self.size, self.seed)
         self.strategy.guard.tell = self.tell
@@ -134,7 +142,7 @@ class Worker:
             if self._keeper is not None and self._keeper.resumes and not self._transport.late:
                 self._go_on(self._keeper, replica.flat.x)
             elif not alone:
-                self._start(replica.flat.x, model)
+                self._start(replica.flat.x)
         except LeftBehind:
             self._pace.come_back()
         self._on_ready()
@@ -157,15 +165,22 @@ class Worker:
         keeper.take_up()
         self._serve_unless_worker(x)
 
-    def _start(self, x: Tensor, model: nn.Module) -> None:
+    def _start(self, x: Tensor) -> None:
         if not self._transport.late:
+            self._shelve_fixed()
+            if self.rank == self.strategy.first_workers()[0]:
+                self._shelve_buffers()
             self.strategy.setup(x)
             self._serve_unless_worker(x)
-            self._share_the_rest(model)
+            self._share_the_rest()
         elif self.rank < self.size:
             if self._keeper is not None and self._keeper.resumes:
                 self._keeper.await_starters()
             self._join(self.strategy.join, x)
+            fixed = self.comm.shelved(self.strategy.first_workers()[0], FIXED)
+            if fixed is not None:
+                self._rest.load_fixed(fixed)
+            self._adopt_buffers()
             self._transport.arrived()
             self.tell("joined")
         else:
@@ -193,6 +208,7 @@ class Worker:
         except Served:
             self.tell("outlived")
             raise
+        self._adopt_buffers()
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
@@ -206,19 +222,69 @@ class Worker:
         self._pace.account(last=True)
         raise Served
 
-    def _share_the_rest(self, model: nn.Module) -> None:
+    # Buffers, and parameters that are not trained -----------------------------------------------
+
+    def _shelve_fixed(self) -> None:
+        """Let those who come late see what is not averaged: the first worker does."""
+        someone_may = self.comm.elastic or len(self.comm.starters()) < self.comm.size
+        first = self.rank == self.strategy.first_workers()[0]
+        if first and someone_may and self._rest.has_fixed:
+            self.comm.shelve(self._rest.fixed(), FIXED)
+
+    def _share_the_rest(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""
-        assert self._pace is not None
-        trained = {id(span.parameter) for span in self._pace.replica.flat.spans}
-        rest = [t for t in chain(model.parameters(), model.buffers()) if id(t) not in trained]
         workers = Comm(self._transport.inner, self.strategy.first_workers())
-        for dtype in sorted({t.dtype for t in rest}, key=str):
-            tensors = [t.detach() for t in rest if t.dtype is dtype]
+        for tensors in self._rest.by_dtype():
             together = torch.cat([t.reshape(-1) for t in tensors])
             workers.broadcast(together.view(torch.uint8))
             parts = torch.split(together, [t.numel() for t in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
+        self._rest.begin()
+
+    @property
+    def _weight(self) -> int:
+        """What this worker's buffers count for: the samples, or else the steps, that it trained."""
+        pace = self._running()
+        return 0 if self.set_aside else pace.samples or pace.steps
+
+    def _shelve_buffers(self) -> None:
+        """Let others see the buffers as they are now."""
+        parcel = self._rest.parcel(self._weight) if self._rest.averaged else None
+        if parcel is not None:
+            self._shown = parcel
+            self.comm.shelve(parcel, BUFFERS)
+
+    def _buffers_of(self, ranks: Iterable[int]) -> list[Tensor]:
+        """The buffers of other workers, as they have last shown them."""
+        if not self._rest.averaged:
+            return []
+        seen = [self.comm.shelved(rank, BUFFERS) for rank in ranks if rank != self.rank]
+        return [parcel for parcel in seen if parcel is not None]
+
+    def _adopt_buffers(self) -> None:
+        """Take the buffers of the others; of one that comes again, not its own."""
+        first = self.strategy.first_workers()[:1]
+        self._rest.adopt(self._buffers_of(self.strategy.live_workers()) or self._buffers_of(first))
+
+    def _fit_buffers(self) -> None:
+        """Give the model the average of all workers' buffers, as far as they are to be seen."""
+        total = self._rest.share(self._weight)
+        for parcel in self._buffers_of(self.strategy.live_workers()):
+            total += self._rest.share_of(parcel)
+        self._rest.fit(total)
+
+    def _average_buffers(self) -> None:
+        """At the end: give the model the average of all workers' buffers."""
+
+        def average(workers: Comm) -> None:
+            if workers.size == 1:
+                return self._fit_buffers()
+            total = self._rest.share(self._weight)
+            workers.all_reduce(total)
+            self._rest.fit(total)
+
+        self.strategy.among_live(average, measuring=True)
 
     def setup_dataloaders(
         self, *loaders: DataLoader[Any], data: Sharing = "auto", epochs: int | None = None
@@ -303,6 +369,10 @@ class Worker:
 
     def _after_step(self) -> None:
         self.hand.after_step()
+        pace = self._running()
+        due = pace.steps <= SHELVED_EVERY or pace.steps % SHELVED_EVERY == 0
+        if due and self._rest.averaged and not pace.alone:
+            pace.keep_up(self._shelve_buffers)
         if self._keeper is not None:
             self._stepped = True
             if not any(loader.under_way for loader in self._loaders.values()):
@@ -410,7 +480,11 @@ class Worker:
 
     @contextmanager
     def answer(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside, the model holds the method's answer instead of this worker's replica."""
+        """Inside, the model holds the method's answer instead of this worker's replica.
+
+        Its buffers are the average of all workers', as each has last shown them; afterwards they
+        are this worker's own again, whatever was done with them inside.
+        """
         pace = self._running()
         if model is not None and model is not self._model:
             raise UsageError("worker.answer takes the model that worker.setup was given")
@@ -423,14 +497,54 @@ class Worker:
         replica = None if answer is x else x.clone()
         if replica is not None:
             x.copy_(answer)
+        buffers = self._rest.read()
+        if self._rest.averaged and not (own or self._finished):
+            self._fit_buffers()
         pace.paused = "inside worker.answer"
         self._transport.resume()
         try:
             yield
         finally:
             pace.paused = None
+            self._rest.write(buffers)
             if replica is not None:
                 x.copy_(replica)
+
+    def recalibrate(self, loader: Iterable[Any], batches: int | None = None) -> None:
+        """Take the running statistics of BatchNorm anew, for the model as it is now.
+
+        Inside ``worker.answer(model)``, or after ``worker.finish()``, that is the method's answer.
+        The model is run without gradients, only its BatchNorm modules as in training, on this
+        worker alone: no other has to act, none misses a batch, no virtual time passes, and random
+        generators are left as they were. All workers that are given the same loader take the same
+        batches. What is done inside ``worker.answer`` ends with it.
+
+        Args:
+            loader: batches, each the model's input, or a tuple or list that begins with it; of a
+                loader that ``worker.setup_dataloaders`` gave, those of the whole data set.
+            batches: how many of them to take; all, when not given.
+        """
+        self._running()
+        assert self._model is not None
+        if batches is not None:
+            at_least("batches", batches, 1)
+        if self.catching_up:
+            return
+        source = loader.plain if isinstance(loader, PacedLoader) else loader
+        parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
+        seed = int(stream(self.seed, "recalibrate").integers(2**31))
+        buffers, generators = self._rest.read(), read_generators(self.device)
+        taken = 0
+        try:
+            with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
+                inputs = (moved(batch, self.device) for batch in islice(source, batches))
+                taken = recalibrate(self._model, inputs)
+        finally:
+            write_generators(generators, self.device)
+            if not taken:
+                self._rest.write(buffers)
+        if not taken:
+            raise UsageError("worker.recalibrate needs at least one batch, and the loader has none")
 
     def log(self, **metrics: Any) -> None:
         """Record numbers under their names; ``loss`` and ``accuracy`` become the run's."""
@@ -483,6 +597,8 @@ class Worker:
             before = x.clone()
             pace.keep_up(lambda: self.strategy.finish(x), again=True)
             self.unseen_batches = sum(loader.unseen() for loader in self._loaders.values())
+            if self._rest.averaged:
+                pace.keep_up(self._average_buffers, again=True)
             trained = (
                 pace.keep_up(lambda: self._measure(before, pace.steps), again=True) is not False
             )
@@ -592,6 +708,7 @@ class Worker:
         return {
             "model": self._model.state_dict(),
             "optimizer": self._running().replica.optimizer.state_dict(),
+            "rest": {**self._rest.state(), "shown": self._shown},
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
             "loaders": [tuple(loader.place) for loader in self._loaders.values()],
             "epochs_done": self._epochs_done,
@@ -610,17 +727,30 @@ class Worker:
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Put the user's objects into the state that :meth:`own_state` gave."""
-        assert self._model is not None
         replica = self._running().replica
-        assert self._loads is not None
-        with self._loads.ignored():
-            self._model.load_state_dict(state["model"])
+        self._load_model(state)
         replica.optimizer.load_state_dict(state["optimizer"])
         replica.optimizer.zero_grad()
         for name, thing in self._tracked.items():
             if name not in state["tracked"]:
                 raise UsageError(f"the checkpoint has no {name} that worker.track was given")
             thing.load_state_dict(state["tracked"][name])
+
+    def _load_model(self, state: dict[str, Any]) -> None:
+        assert self._model is not None and self._loads is not None
+        with self._loads.ignored():
+            self._model.load_state_dict(state["model"])
+        if "rest" in state:  # a checkpoint of an earlier version has none
+            self._rest.load_state(state["rest"])
+            self._shown = state["rest"]["shown"]
+
+    def show_again(self, state: dict[str, Any]) -> None:
+        """Let others see what they saw of this worker when its state was saved."""
+        if not (self._running().alone or self._rest.is_empty):
+            self._load_model(state)
+            self._shelve_fixed()
+            if self._shown.numel():
+                self.comm.shelve(self._shown, BUFFERS)
 
     def go_on_from(self, places: list[Place], epochs_done: float) -> None:
         """Have the loaders, those that are here and those to come, go on from these places."""

@@ -65,9 +65,9 @@ class Arena:
         self._next += _pages(max(nbytes, 1))
         return start
 
-    def window(self, buffer: int, nbytes: int, kept: bool) -> int:
+    def window(self, buffer: int, nbytes: int, number: int) -> int:
         """The place of a buffer of one of this rank's windows; a successor finds the same."""
-        return self._first + (2 + kept) * RANGE_BYTES // 4 + buffer * _pages(nbytes)
+        return self._first + (4 + number) * RANGE_BYTES // 8 + buffer * _pages(nbytes)
 
     def map(self, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
         """The memory of ``nbytes`` at ``start``: a mapping, and where in it they begin."""

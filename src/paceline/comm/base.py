@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 CHANGE_S = 30.0
 """How long a rank that finds all others lost waits for one of them to come back."""
+SHELVES = 2
+"""How many vectors a rank can shelve beside what it publishes and keeps."""
 MAILBOX_CAPACITY = 2
 """How many posted messages of one sender a mailbox holds before ``post`` answers False."""
 
@@ -143,6 +145,13 @@ class Transport(ABC):
 
     def kept(self) -> Tensor | None:
         """What an earlier life of this rank has kept last."""
+        return None
+
+    def shelve(self, x: Tensor, shelf: int) -> None:  # noqa: B027 - likewise
+        """Put a copy of ``x`` on one of this rank's shelves, for others to see."""
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        """What ``rank``, in whichever life, has put on that shelf last."""
         return None
 
     def await_return(self, rank: int, life: int) -> None:
@@ -511,6 +520,17 @@ class Comm:
     def kept(self) -> Tensor | None:
         """What an earlier life of this rank has kept last."""
         return self.transport.kept()
+
+    def shelve(self, x: Tensor, shelf: int) -> None:
+        """Let others see a copy of ``x``, also when this rank is gone; its size never changes.
+
+        Shelves 0 and 1 are the worker's own, for what the model holds beside its parameters.
+        """
+        self.transport.shelve(_vector(x), shelf)
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        """What ``rank`` has put on that shelf last, if need be in an earlier life."""
+        return self.transport.shelved(self.members[rank], shelf)
 
     # Collectives ---------------------------------------------------------------------------------
 

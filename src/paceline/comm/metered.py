@@ -171,6 +171,12 @@ class MeteredTransport(Transport):
     def kept(self) -> Tensor | None:
         return self.inner.kept()
 
+    def shelve(self, x: Tensor, shelf: int) -> None:
+        self.inner.shelve(x, shelf)
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        return self.inner.shelved(rank, shelf)
+
     def await_change(self, seconds: float) -> bool:
         changed: bool = self._waiting(lambda: self.inner.await_change(seconds))
         return changed

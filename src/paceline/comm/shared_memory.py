@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.comm.arena import Arena, Words, lies_with, map_control
 from paceline.comm.base import (
     MAILBOX_CAPACITY,
+    SHELVES,
     Call,
     Factor,
     Limits,
@@ -53,6 +54,7 @@ _SLOTS = MAILBOX_CAPACITY + 1
 _SLOT_WORDS = 6
 _BUFFERS = 3
 _WINDOW_WORDS = 3 + 2 * _BUFFERS
+_PUBLISHED, _KEPT, _SHELVED = 0, 1, 2
 _LIVES = 1 << 20
 _LOST = (Standing.DIED, Standing.STOPPED)
 _GONE = (Standing.LEFT, *_LOST)
@@ -64,8 +66,8 @@ class Layout:
     A rank's block holds, in this order:
 
     - pid, bell, how many processes it has had;
-    - two windows, one for all and one for a later life of it: version, numel, dtype, then place
-      and version of three buffers;
+    - windows, one for what it publishes, one for a later life of it, and its shelves: version,
+      numel, dtype, then place and version of three buffers;
     - its outgoing messages: for each receiver, slots of (sequence, tag, dtype, numel, place, and
       which lives of the two they are between);
     - its receipts: for each sender, the sequence last taken from each slot;
@@ -80,7 +82,7 @@ class Layout:
 
     def __init__(self, size: int) -> None:
         self._window = 3
-        self._mail = self._window + 2 * _WINDOW_WORDS
+        self._mail = self._window + (_SHELVED + SHELVES) * _WINDOW_WORDS
         self._receipts = self._mail + size * _SLOTS * _SLOT_WORDS
         self._in_hand = self._receipts + size * _SLOTS
         self._groups = self._in_hand + MAX_IN_HAND
@@ -106,9 +108,9 @@ class Layout:
         """How many processes the rank has had."""
         return rank * self._block + 2
 
-    def window(self, rank: int, kept: bool = False) -> int:
-        """The rank's window; or that in which it keeps what is for a later life of it."""
-        return rank * self._block + self._window + kept * _WINDOW_WORDS
+    def window(self, rank: int, number: int = _PUBLISHED) -> int:
+        """One of the rank's windows."""
+        return rank * self._block + self._window + number * _WINDOW_WORDS
 
     def slot(self, src: int, dst: int, slot: int) -> int:
         """A message of ``src`` to ``dst``."""
@@ -192,7 +194,7 @@ class SharedMemoryTransport(Transport):
         self._alive_at: list[int] = []
         self._looked_s = -TICK_S
         self._last_source = -1
-        self._buffers: dict[bool, list[Tensor]] = {}
+        self._buffers: dict[int, list[Tensor]] = {}
         self._free: list[Region] = []
         self._lent: list[Region] = []
         self.refused = 0
@@ -565,7 +567,7 @@ class SharedMemoryTransport(Transport):
 
     def window(self, kept: bool) -> tuple[int, Tensor] | None:
         """What this rank has published last, or kept."""
-        return self._read_window(self.rank, None, kept)
+        return self._read_window(self.rank, None, _KEPT if kept else _PUBLISHED)
 
     def batches_in_hand(self, rank: int) -> list[int]:
         """The batches that a rank has taken and not made use of yet, a word each."""
@@ -626,18 +628,21 @@ class SharedMemoryTransport(Transport):
     # Windows -------------------------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> int:
-        return self._put(x, kept=False)
+        return self._put(x, _PUBLISHED)
 
     def keep(self, x: Tensor) -> None:
-        self._put(x, kept=True)
+        self._put(x, _KEPT)
 
-    def _put(self, x: Tensor, kept: bool) -> int:
+    def shelve(self, x: Tensor, shelf: int) -> None:
+        self._put(x, _SHELVED + shelf)
+
+    def _put(self, x: Tensor, number: int) -> int:
         """Copy ``x`` into the buffer that was written longest ago, and show that one."""
         self.check()
-        words, window = self.words, self.layout.window(self.rank, kept)
-        if kept not in self._buffers:
-            self._buffers[kept] = self._open_window(x, window, kept)
-        buffers = self._buffers[kept]
+        words, window = self.words, self.layout.window(self.rank, number)
+        if number not in self._buffers:
+            self._buffers[number] = self._open_window(x, window, number)
+        buffers = self._buffers[number]
         check_fit(buffers[0], x.numel(), x.dtype, self.rank, 0)
         version = words[window] + 1
         buffer = version % _BUFFERS
@@ -647,9 +652,9 @@ class SharedMemoryTransport(Transport):
         words.announce(window, version)
         return version
 
-    def _open_window(self, x: Tensor, window: int, kept: bool) -> list[Tensor]:
+    def _open_window(self, x: Tensor, window: int, number: int) -> list[Tensor]:
         self.words.write(window + 1, (x.numel(), DTYPES.index(x.dtype)))
-        places = [self.arena.window(buffer, x.nbytes, kept) for buffer in range(_BUFFERS)]
+        places = [self.arena.window(buffer, x.nbytes, number) for buffer in range(_BUFFERS)]
         for buffer, place in enumerate(places):
             self.words[window + 3 + 2 * buffer] = place
         return [self.arena.tensor(place, x.numel(), x.dtype) for place in places]
@@ -665,13 +670,17 @@ class SharedMemoryTransport(Transport):
         return self._read_window(rank, like)
 
     def kept(self) -> Tensor | None:
-        left = self._read_window(self.rank, None, kept=True)
+        left = self._read_window(self.rank, None, _KEPT)
+        return None if left is None else left[1]
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        left = self._read_window(rank, None, _SHELVED + shelf)
         return None if left is None else left[1]
 
     def _read_window(
-        self, src: int, like: Tensor | None, kept: bool = False
+        self, src: int, like: Tensor | None, number: int = _PUBLISHED
     ) -> tuple[int, Tensor] | None:
-        words, window = self.words, self.layout.window(src, kept)
+        words, window = self.words, self.layout.window(src, number)
         if words[window] == 0:
             return None
         words.fence()

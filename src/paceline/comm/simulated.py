@@ -95,6 +95,7 @@ class World:
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: list[Window | None] = [None] * size
         self.kept: dict[int, Tensor] = {}
+        self.shelves: dict[tuple[int, int], Tensor] = {}
         self.queues: dict[int, list[int]] = {}
         self.in_hand: list[set[Batch]] = [set() for _ in range(size)]
         self.returned: list[Batch] = []
@@ -616,6 +617,14 @@ class SimulatedTransport(Transport):
 
     def kept(self) -> Tensor | None:
         left = self.world.kept.get(self.rank)
+        return None if left is None else left.clone()
+
+    def shelve(self, x: Tensor, shelf: int) -> None:
+        self._check()
+        self.world.shelves[self.rank, shelf] = x.clone()
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        left = self.world.shelves.get((rank, shelf))
         return None if left is None else left.clone()
 
     def await_change(self, seconds: float) -> bool:
