@@ -463,6 +463,7 @@ def train_with_looks(data, looks, strategy="allreduce", make=None, **how):
         for epoch in range(2):
             if looks is not None and worker.rank == 0:
                 looks(loader)
+                assert loader.epoch == epoch or looks is look_and_keep_the_iterator
             for batch in loader:
                 x = batch[0] if isinstance(batch, list) else batch
                 seen[epoch].update(int(i) for i in x.view(-1))

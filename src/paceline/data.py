@@ -210,7 +210,7 @@ class PacedLoader:
         one_of("data", sharing, SHARINGS)
         if sharing == "auto":
             sharing = "shard" if worker.strategy.synchronous else "queue"
-        self.sharing, self.epoch, self._worker, self._number = sharing, 0, worker, number
+        self.sharing, self._next, self._worker, self._number = sharing, 0, worker, number
         self._user_loader = loader
         self._streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if self._streams else _Map(self)
@@ -222,7 +222,7 @@ class PacedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._pass is not None:
             self._worker.hand.close(self._pass)
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        epoch, self._next = self._next, self._next + 1
         goes_on = self._goes_on if self._goes_on and self._goes_on.epoch == epoch else Place()
         this = self._pass = Pass(self, epoch, goes_on)
         try:
@@ -293,6 +293,12 @@ class PacedLoader:
         return batches
 
     @property
+    def epoch(self) -> int:
+        """The number of the epoch that comes next."""
+        this = self._pass
+        return this.epoch if this is not None and this.is_look else self._next
+
+    @property
     def under_way(self) -> bool:
         """Whether a loop goes over its data."""
         this = self._pass
@@ -304,7 +310,7 @@ class PacedLoader:
 
     def looked_at(self, this: Pass) -> None:
         """Have an epoch come again of which no use was made, with what was drawn of its queue."""
-        self.epoch = this.epoch
+        self._next = this.epoch
         if this.epoch < self._done_before:
             return
         held = [batch.number for batch in this.held if batch.queue is not None]
@@ -331,7 +337,7 @@ class PacedLoader:
         """Go on from a place; ``from_the_top``, after as many iterations as there were before."""
         self._goes_on = place
         self._done_before = place.epoch if from_the_top else 0
-        self.epoch = 0 if from_the_top else place.epoch
+        self._next = 0 if from_the_top else place.epoch
 
     @property
     def plain(self) -> DataLoader[Any]:

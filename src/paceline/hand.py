@@ -50,6 +50,11 @@ class Pass:
         self.held: list[DrawnBatch] = []
         self.samples = 0
 
+    @property
+    def is_look(self) -> bool:
+        """Whether it was left, and no use was made of it so far."""
+        return self.left and not self.used and not self.in_body
+
     def leave(self) -> None:
         """Hear that the loop has ended before its data, if it has not ended."""
         self.left, self.open = self.left or self.open, False
