@@ -1,4 +1,7 @@
-"""One count of tests for each transport; a skip on Linux fails the run, unless it may be."""
+"""One count of tests for each transport; a skip on Linux fails the run, unless it may be.
+
+And so does a look at files that not every machine has: see ``support.hermetic``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
+from support import hermetic
 from support.worlds import TRANSPORTS
 
 from paceline.cli import main
@@ -22,6 +26,10 @@ from paceline.cli import main
 settings.register_profile("paceline", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("paceline")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(hermetic)
 
 
 @pytest.fixture

@@ -263,6 +263,10 @@ def raise_on_one(worker: pl.Worker, rank: int) -> None:
             raise KeyError(f"no such thing in step {number}")
 
 
+def look_at(worker: pl.Worker, path: str) -> None:
+    Path(path).exists()
+
+
 def log_surroundings(worker: pl.Worker) -> None:
     worker.log(threads=torch.get_num_threads(), told=os.environ.get("PACELINE_TEST_WORD"))
 
