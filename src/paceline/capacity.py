@@ -1,40 +1,54 @@
-"""How many workers this machine can hold: refused before any process starts."""
+"""How many workers and servers this machine can hold: refused before any process starts."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
 from paceline.options import at_least
+
+if TYPE_CHECKING:
+    from paceline.strategies.base import Strategy
 
 PROCESS_BYTES = 150 << 20
 """What a rank's process takes on top of what ranks share; measured with the built-in network."""
 MAX_VIRTUAL_WORKERS = 16_000
 
 
-def check_real_workers(workers: int) -> None:
+def check_real_workers(workers: int, strategy: Strategy | None = None) -> None:
     """Refuse more processes than the memory holds, saying what they would need."""
-    at_least("workers", workers, 1)
     memory = memory_bytes()
     limit = max(2, memory // PROCESS_BYTES)
-    if workers > limit:
-        raise UsageError(
-            f"workers ({workers}) must be at most {limit} here: at about"
-            f" {PROCESS_BYTES >> 20} MB a process they would need"
-            f" {workers * PROCESS_BYTES / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB"
-        )
+    for who, count in _counts(workers, strategy):
+        if count > limit:
+            raise UsageError(
+                f"{who} ({count}) must be at most {limit} here: at about"
+                f" {PROCESS_BYTES >> 20} MB a process they would need"
+                f" {count * PROCESS_BYTES / 1e9:,.0f} GB, and this machine has"
+                f" {memory / 1e9:,.0f} GB"
+            )
 
 
-def check_virtual_workers(workers: int) -> None:
-    """Refuse more virtual workers than there can be threads."""
-    at_least("workers", workers, 1)
+def check_virtual_workers(workers: int, strategy: Strategy | None = None) -> None:
+    """Refuse more virtual ranks than there can be threads."""
     limit = min(MAX_VIRTUAL_WORKERS, _threads() // 2)
-    if workers > limit:
-        raise UsageError(
-            f"workers ({workers}) must be at most {limit} here: each virtual worker needs a thread"
-            f" and a model of its own, and this machine allows {_threads()} threads"
-        )
+    for who, count in _counts(workers, strategy):
+        if count > limit:
+            raise UsageError(
+                f"{who} ({count}) must be at most {limit} here: each virtual worker needs a thread"
+                f" and a model of its own, and this machine allows {_threads()} threads"
+            )
+
+
+def _counts(workers: int, strategy: Strategy | None) -> Iterator[tuple[str, int]]:
+    """The workers; and all ranks, where the method has others: a single worker needs none."""
+    at_least("workers", workers, 1)
+    yield "workers", workers
+    if strategy is not None and workers > 1:
+        yield "workers and servers", len(strategy.roles(workers))
 
 
 def memory_bytes() -> int:

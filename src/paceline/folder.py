@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import __version__
 from paceline.errors import UsageError
 from paceline.files import FILE_MODE, Lines, make_folder, reason_of, write_private
+from paceline.reading import read_object, why
 from paceline.trace import Trace, merge, warn_of_no_trace
 
 if TYPE_CHECKING:
@@ -185,12 +186,9 @@ class RecordedRun:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            self.config: dict[str, Any] = json.loads((self.path / CONFIG).read_text("utf-8"))
+            self.config = read_object(self.path / CONFIG)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise self._unfit(f"{CONFIG} cannot be read: {reason}") from None
-        if not isinstance(self.config, dict):
-            raise self._unfit(f"{CONFIG} must be a dict")
+            raise self._unfit(f"{CONFIG} cannot be read: {why(error)}") from None
         if self.config.get("world") == "simulated":
             raise self._unfit("it was simulated; the same command and seed repeat it anyway")
         if "method" not in self.config or not self.trace.is_file():

@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from paceline.errors import UsageError, unknown
 
 T = TypeVar("T")
+MOST = 2**63 - 1
+"""The largest whole number that every format and every generator holds."""
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -69,16 +71,35 @@ def parse_value(text: str) -> Any:
     return word
 
 
+def shown(value: object) -> str:
+    """A value as a complaint tells it; of a number that fills a page, how long it is.
+
+    >>> shown(0.5), shown(10**400)
+    ('0.5', 'a number of about 400 digits')
+    """
+    if isinstance(value, int) and abs(value) > 10**40:
+        return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
+    return str(value)
+
+
 def at_least(name: str, value: float, low: float) -> None:
     """Refuse ``value`` below ``low``, and what is not a finite number."""
     if not value >= low:
-        raise UsageError(f"{name} ({value}) must be at least {low}")
+        raise UsageError(f"{name} ({shown(value)}) must be at least {low}")
     finite(name, value)
 
 
+def at_most(name: str, value: float, high: float) -> None:
+    """Refuse ``value`` above ``high``."""
+    if not value <= high:
+        raise UsageError(f"{name} ({shown(value)}) must be at most {high}")
+
+
 def finite(name: str, value: float) -> None:
-    """Refuse infinity."""
-    if math.isinf(value):
+    """Refuse infinity, and whole numbers that are as good as that."""
+    if isinstance(value, int):
+        at_most(name, value, MOST)
+    elif math.isinf(value):
         raise UsageError(f"{name} ({value}) must be finite")
 
 
@@ -103,6 +124,8 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
     """``value`` as ``hint``, where that loses nothing; the structure of TOML and no more."""
     origin, args = get_origin(hint), get_args(hint)
+    if type(value) is int and abs(value) > MOST:
+        raise UsageError(f"{where}: {name} ({shown(value)}) must be from -{MOST} to {MOST}")
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):

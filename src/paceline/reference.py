@@ -9,6 +9,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def _is_dotted(name: str) -> bool:
 def load_script(path: Path) -> types.ModuleType:
     """Import a script under its own name, as if its folder were the current one."""
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loader = SourceFileLoader(path.stem, str(path))  # whatever the end of its name
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

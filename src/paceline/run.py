@@ -144,7 +144,7 @@ def launch(
     refuse_under_launcher()
     prototype = make_strategy(strategy)
     check_seed(seed)
-    check_real_workers(workers)
+    check_real_workers(workers, prototype)
     device_of(device, 0)
     size = ranks_for(prototype, workers)
     one_of("transport", transport, TRANSPORTS)
@@ -314,7 +314,7 @@ def simulate(
     began_s = time.monotonic()
     prototype = make_strategy(strategy)
     check_seed(seed)
-    check_virtual_workers(workers)
+    check_virtual_workers(workers, prototype)
     place = stand_for(load_cluster(cluster), as_model)
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]

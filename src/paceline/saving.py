@@ -13,7 +13,7 @@ from paceline.checkpoint.store import FOLDER, Checkpoint, Saved, Store
 from paceline.errors import UsageError
 from paceline.folder import check_out
 from paceline.keeper import Plan
-from paceline.options import above, at_least
+from paceline.options import above, at_least, finite
 from paceline.sim.faults import Fault
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
@@ -53,6 +53,7 @@ class Saving:
             at_least("checkpoint_steps", steps, 1)
         if minutes is not None:
             above("checkpoint_minutes", minutes, 0)
+            finite("checkpoint_minutes", minutes)
         at_least("keep", keep, 1)
         self._out = None if out is None else Path(out)
         self.on = steps is not None or minutes is not None or resume

@@ -13,17 +13,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.options import MOST, shown
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = MOST
 
 
 def check_seed(seed: int) -> None:
     """Refuse a seed that no generator takes."""
     if not 0 <= seed <= MAX_SEED:
-        raise UsageError(f"seed ({seed}) must be from 0 to {MAX_SEED}")
+        raise UsageError(f"seed ({shown(seed)}) must be from 0 to {MAX_SEED}")
 
 
 def stream(seed: int, purpose: str, *path: int) -> np.random.Generator:

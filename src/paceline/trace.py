@@ -175,7 +175,7 @@ def _lines(path: Path) -> Iterator[tuple[float, str]]:
     with path.open(encoding="utf-8") as file:
         try:
             for line in file:
-                if line.endswith("}\n"):
+                if line.endswith("\n"):
                     yield float(line[6 : line.find(",")]), line
         except ValueError as error:
             raise UsageError(f"{path}: not a trace: {error}") from None
@@ -187,6 +187,6 @@ def _record(path: Path, line: str) -> dict[str, Any]:
         record = json.loads(line)
         if isinstance(record["rank"], int) and isinstance(record["event"], str):
             return dict(record, t=float(record["t"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         pass
     raise UsageError(f"{path}: not a record of a trace: {line[:80].rstrip()}")

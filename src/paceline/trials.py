@@ -14,6 +14,7 @@ from paceline.files import make_folder, write_private
 from paceline.folder import provenance
 from paceline.options import build
 from paceline.pool import answers, cores, serve
+from paceline.reading import read_object
 from paceline.reference import Reference, pack_strategy, plain_json, unpack_strategy
 from paceline.results import Result
 from paceline.run import simulate
@@ -158,11 +159,12 @@ class Book:
             make_folder(folder)
 
     def find(self, config: str) -> Outcome | None:
-        """The outcome of a configuration, if it is there."""
+        """The outcome of a configuration, if it is there, and whole."""
         path = self.path(config)
-        if path is None or not path.exists():
+        try:
+            return None if path is None else Outcome.of(read_object(path)["outcome"])
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return Outcome.of(json.loads(path.read_text("utf-8"))["outcome"])
 
     def keep(self, config: str, outcome: str) -> None:
         """Write an outcome down, with what it was made by."""

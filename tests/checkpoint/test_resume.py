@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 
@@ -436,10 +437,12 @@ def test_checkpoints_are_not_overwritten_by_mistake(tmp_path, monkeypatch):
     [
         ({"checkpoint_steps": 0}, r"checkpoint_steps \(0\) must be at least 1"),
         ({"checkpoint_minutes": 0}, r"checkpoint_minutes \(0\) must be above 0"),
+        ({"checkpoint_minutes": math.inf}, r"checkpoint_minutes \(inf\) must be finite"),
+        ({"keep": 10**400}, r"keep \(a number of about 400 digits\) must be at most"),
         ({"keep": 0}, r"keep \(0\) must be at least 1"),
         ({"checkpoint_steps": 1, "out": None}, r"out \(None\) must be a folder"),
     ],
-    ids=["steps", "minutes", "keep", "out"],
+    ids=["steps", "minutes", "never", "keep all", "keep", "out"],
 )
 def test_bad_options_are_refused(how, told, tmp_path):
     with pytest.raises(pl.UsageError, match=told):

@@ -61,6 +61,29 @@ CASES = {
     "run --stratgy sasgd": "No such option: --stratgy",
     "rnu": "No such command 'rnu'. Did you mean 'run'?",
     "strategies sagd": 'no strategy "sagd"; did you mean "sasgd"?',
+    "run --workers @400": "workers (a number of about 400 digits) must be at most 92",
+    "sim --workers @400": "workers (a number of about 400 digits) must be at most 92",
+    "compare -w 2,@400": "workers (a number of about 400 digits) must be at most 92",
+    "compare --seeds @400": "seeds (a number of about 400 digits) must be at most 92",
+    "compare --seeds 1000000000": "seeds (1000000000) must be at most 10000",
+    "compare --seeds 2 --seed 9223372036854775807": "seed (9223372036854775808) must be from 0",
+    "compare --seeds 0,@400": "seed (a number of about 400 digits) must be from 0 to",
+    "run --seed @400": "seed (a number of about 400 digits) must be from 0 to",
+    "sim --seed @5000": "Invalid value for '--seed'",
+    "sim --steps @400": "steps (a number of about 400 digits) must be at most",
+    "run -s sasgd(interval=@400)": "sasgd: interval (a number of about 400 digits) must be from",
+    "sim -s sasgd --set interval=@400": "sasgd: interval (a number of about 400 digits) must be",
+    "sim -s sasgd --set interval=@5000": "sasgd: interval (inf) must be of type int",
+    "sim -s easgd --set alpha=@400": "easgd: alpha (a number of about 400 digits) must be from",
+    "sim --fault kill(rank=@400)": "rank (a number of about 400 digits) must be from",
+    "sim --cluster long.toml": "[network]: latency_s (a number of about 400 digits) must be from",
+    "sim --cluster longer.toml": "longer.toml: not a TOML file: Exceeds the limit (4300 digits)",
+    "sim --faults long-fault.toml": "[faults 1]: rank (a number of about 400 digits) must be from",
+    "bench sim --steps @400": "steps (a number of about 400 digits) must be at most",
+    "run -s downpour(shards=2000)": "workers and servers (2002) must be at most",
+    "sim -s easgd(shards=10000) -w 9000": "workers and servers (19000) must be at most",
+    "sim -s downpour(shards=1000000000)": "downpour: shards (1000000000) must be at most 10000",
+    "compare -s gossip,ssp(shards=9999) -w 2,9000": "workers and servers (18999) must be at most",
     "bench comm --workers 1": "workers (1) must be at least 2",
     "bench sim --steps 0": "steps (0) must be at least 1",
 }
@@ -74,14 +97,18 @@ FILES = {
     "kind.toml": '[compute]\nsample_s = "fast"\n',
     "untoml.toml": "network = [",
     "faults.toml": '[[faults]]\nkind = "freeze"\n',
+    "long.toml": "[network]\nlatency_s = " + "9" * 400,
+    "longer.toml": "[network]\nlatency_s = " + "9" * 5000,
+    "long-fault.toml": '[[faults]]\nkind = "kill"\nrank = ' + "9" * 400,
     "file": "",
 }
 ALL_IN_ONE = """
-import contextlib, io, json, sys
+import contextlib, io, json, re, sys
 from paceline.cli import main
 outcomes = {}
 for line in json.load(sys.stdin):
-    sys.argv = ["paceline", *line.split(), *([] if line.startswith("rnu") else ["--json"])]
+    words = [re.sub("@([0-9]+)", lambda digits: "9" * int(digits[1]), w) for w in line.split()]
+    sys.argv = ["paceline", *words, *([] if line.startswith("rnu") else ["--json"])]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from paceline._version import __version__
+from paceline.capacity import check_virtual_workers
 from paceline.cli.options import (
     AsModel,
     Calibrating,
@@ -133,6 +134,7 @@ def sim(
         replay_run(screen, replay, place, training.out, trace=not no_trace)
         return
     job = _job(training, strategy, saves, no_trace)
+    check_virtual_workers(workers, job.strategy)
     place.check_faults([*place.faults, *script], len(job.strategy.roles(workers)))
     policy = {**risks.policy(), **saves.policy()}
     result = job.simulate(screen, workers, place, faults=script, policy=policy)
@@ -200,10 +202,11 @@ def compare(
         )
     names = [] if real else c.split_specs(cluster or [CLUSTER])
     clusters = [with_model(load_cluster(name), as_model) for name in names]
+    strategies = c.strategies_of(strategy or [], parse_settings(training.settings))
     comparison = c.Comparison(
         task=task,
-        strategies=c.strategies_of(strategy or [], parse_settings(training.settings)),
-        workers=c.workers_of(workers or ["2" if real else "8"], virtual=not real),
+        strategies=strategies,
+        workers=c.workers_of(workers or ["2" if real else "8"], strategies, virtual=not real),
         clusters=clusters,
         target=c.TARGET if target is None and training.script is None else target,
         seeds=c.seeds_of(seeds, training.seed),

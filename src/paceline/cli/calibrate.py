@@ -60,9 +60,8 @@ def show_check(
     screen = chosen.screen()
     at_least("repeats", repeats, 1)
     strategies = split_specs(specs) or list(STRATEGIES)
-    for spec in strategies:
-        make_strategy(spec)
-    counts = workers_of(list(workers or WORKERS), virtual=False)
+    methods = {spec: make_strategy(spec) for spec in strategies}
+    counts = workers_of(list(workers or WORKERS), methods, virtual=False)
     subjects = _subjects(chosen, CHECKED_MODELS)
     files = [_file(chosen.out, subject, many=len(subjects) > 1) for subject in subjects]
     for file in files:
@@ -158,7 +157,7 @@ def _check_file(path: Path) -> None:
         raise UsageError(f"out ({path}) must end in .toml")
     if not path.parent.is_dir():
         raise UsageError(f"out ({path}) must be in a folder that exists")
-    if path.exists() and not (path.is_file() and path.read_text("utf-8").startswith(MARK)):
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(MARK.encode())):
         raise UsageError(f"out ({path}) exists and is not the file of an earlier calibration")
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from paceline.cli.train import Job, default_transport
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.files import write_private
 from paceline.folder import claim
-from paceline.options import at_least, field_types
+from paceline.options import at_least, at_most, field_types
 from paceline.seeds import check_seed
 from paceline.sim.models import stands_for_note
 from paceline.strategies import STRATEGIES, make_strategy
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TARGET = 0.8
 """The accuracy of the built-in task that a comparison takes the time to."""
+MOST_SEEDS = 10_000
 TRIALS = "trials"
 """The folder of outcomes inside that of a comparison."""
 
@@ -322,13 +323,14 @@ def strategies_of(specs: Sequence[str], settings: dict[str, Any]) -> dict[str, S
     return chosen
 
 
-def workers_of(texts: Sequence[str], *, virtual: bool) -> list[int]:
-    """Numbers of workers, each of which this machine can hold."""
-    counts = []
-    for text in split_specs(texts):
-        count = _whole("workers", text)
-        (check_virtual_workers if virtual else check_real_workers)(count)
-        counts.append(count)
+def workers_of(
+    texts: Sequence[str], strategies: Mapping[str, Strategy], *, virtual: bool
+) -> list[int]:
+    """Numbers of workers, each of which this machine can hold, with the servers of each method."""
+    check = check_virtual_workers if virtual else check_real_workers
+    counts = [_whole("workers", text) for text in split_specs(texts)]
+    for count, strategy in product(counts, strategies.values()):
+        check(count, strategy)
     return counts
 
 
@@ -343,6 +345,8 @@ def seeds_of(text: str | None, first: int) -> list[int]:
     if "," not in text:
         count = _whole("seeds", text)
         at_least("seeds", count, 1)
+        at_most("seeds", count, MOST_SEEDS)
+        check_seed(first + count - 1)
         return [*range(first, first + count)]
     if first:
         raise UsageError(f"seed ({first}) must not be given beside a list of seeds ({text})")

@@ -10,6 +10,7 @@ import typer
 from paceline.cli.screen import Screen, number
 from paceline.errors import UsageError, unknown
 from paceline.options import at_least
+from paceline.reading import why
 from paceline.seeds import check_seed
 from paceline.strategies import STRATEGIES
 
@@ -77,5 +78,5 @@ def schedules_in(path: Path) -> list[str]:
 
     try:
         return [str(schedule) for schedule in read_corpus(path)]
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {why(error)}") from None

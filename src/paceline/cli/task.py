@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.files import FOLDER_MODE
 from paceline.folder import check_out
 from paceline.options import above, at_least, finite
+from paceline.reading import read_bytes, why
 from paceline.seeds import check_seed
 from paceline.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
 
@@ -93,12 +94,13 @@ def _check_numbers(arguments: Mapping[str, Any]) -> None:
 def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:
     """Read the script without running it: it has a ``train``, which takes the arguments."""
     try:
-        tree = ast.parse(script.read_bytes(), str(script))
+        tree = ast.parse(read_bytes(script), str(script))
     except OSError as error:
-        raise UsageError(f"script ({script}) cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"script ({script}) cannot be read: {why(error)}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"script ({script}) is not Python: {line}{error.args[0]}") from None
+        reason = error.args[0] if error.args else "it is nested too deeply"
+        raise UsageError(f"script ({script}) is not Python: {line}{reason}") from None
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     if "train" in functions:
         _check_parameters(script, functions["train"], arguments)

@@ -11,10 +11,11 @@ from typing import Any
 from paceline.cli.screen import Screen, number, seconds
 from paceline.errors import UsageError
 from paceline.folder import TIMELINE
+from paceline.reading import taken_from
 from paceline.timeline.chrome import ChromeTrace, open_text
 from paceline.timeline.items import KINDS, NAMES
 from paceline.timeline.picture import Picture
-from paceline.timeline.traced import Tally, TracedRun, names_of
+from paceline.timeline.traced import Tally, TracedRun, names_of, rule
 
 
 def show_timeline(
@@ -30,11 +31,12 @@ def show_timeline(
     shown = _window(runs, from_s, to_s)
     path = out or folders[0] / TIMELINE
     tallies = [Tally(run) for run in runs]
-    with _writing("out", path):
-        events = _write_trace(path, runs, tallies, from_s, to_s)
-    if svg is not None:
-        with _writing("svg", svg):
-            _draw(svg, runs, *shown)
+    with taken_from(rule(folders)):
+        with _writing("out", path):
+            events = _write_trace(path, runs, tallies, from_s, to_s)
+        if svg is not None:
+            with _writing("svg", svg):
+                _draw(svg, runs, *shown)
     _show(screen, runs, tallies, {"path": str(path), "svg": svg and str(svg), "events": events})
 
 

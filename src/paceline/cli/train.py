@@ -17,6 +17,7 @@ from paceline.folder import MODEL, RecordedRun, largest_difference
 from paceline.launched import launched
 from paceline.options import one_of
 from paceline.processes import TRANSPORTS, Nursery
+from paceline.reading import taken_from
 from paceline.strategies import strategy_name
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Job:
         """
         world = launched().size
         count = (world if world > 1 else 2) if workers is None else workers
-        check_real_workers(count)
+        check_real_workers(count, self.strategy)
         chosen = transport or default_transport()
         one_of("transport", chosen, TRANSPORTS)
         check_device(device)
@@ -95,7 +96,7 @@ class Job:
         policy: Mapping[str, Any] | None = None,
     ) -> Result:
         """Run on a simulated cluster, in an order of its own or that of a recorded run."""
-        check_virtual_workers(workers)
+        check_virtual_workers(workers, self.strategy)
         kind = "sim" if replay is None else "replay"
         folder = choose_out(self.out, f"{kind}-{strategy_name(self.strategy)}-{workers}")
         from paceline.run import simulate
@@ -146,10 +147,11 @@ def replay_run(
     """
     run = RecordedRun(path)
     run.check_files()
-    recorded, task = run.model, recorded_task(run.config)
-    where = next(place for kind, place in task.reference.items() if kind != "name")
-    screen.say(f"Replaying {path}, which has {task.reference['name']} of {where} run")
-    method, seed = _recorded_method(run), run.config["seed"]
+    with taken_from(f"replay ({path}) must be the folder of a real run"):
+        recorded, task = run.model, recorded_task(run.config)
+        where = next(place for kind, place in task.reference.items() if kind != "name")
+        screen.say(f"Replaying {path}, which has {task.reference['name']} of {where} run")
+        method, seed = _recorded_method(run), run.config["seed"]
     job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)

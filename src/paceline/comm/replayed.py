@@ -38,9 +38,11 @@ class Replay:
                 rank = record.pop("rank")
                 facts = {k: v for k, v in record.items() if k != "t" and not is_duration(k)}
                 self._events[rank].append(facts)
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"{trace} is not the trace of a run: {error!r}") from None
-        self._archive = Archive(event for events in self._events.values() for event in events)
+            if not self._events:
+                raise ValueError("it holds no record")
+            self._archive = Archive(event for events in self._events.values() for event in events)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{trace} is not the trace of a run: {error}") from None
 
     def follow(self, inner: SimulatedTransport, trace: Trace) -> ReplayedTransport:
         """The transport of a rank that does as it did."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.faulttest.schedule import Schedule, draw
 from paceline.pool import answers, cores, serve
+from paceline.reading import read_text
 
 CHUNK = 10
 """Seeds that a process is given at a time."""
@@ -100,7 +101,7 @@ def try_one(schedule: Schedule, seed: int | None = None) -> tuple[Counter[str], 
 
 def read_corpus(path: Path) -> Iterator[Schedule]:
     """The schedules of a file, one a line; those that begin with # say what the next one was."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path).splitlines():
         if line.strip() and not line.startswith("#"):
             yield Schedule.parse(line)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.reading import read_bytes, why
 from paceline.strategies import make_strategy
 from paceline.strategies.base import Strategy
 
@@ -63,11 +64,11 @@ class Rates:
     def read(cls, path: Path) -> Rates:
         """Read the file that a sweep has made."""
         try:
-            content = path.read_bytes()
+            content = read_bytes(path)
             record = json.loads(content)
         except OSError as error:
-            raise UsageError(f"rates ({path}) cannot be read: {error.strerror}") from None
-        except ValueError:
+            raise UsageError(f"rates ({path}) cannot be read: {why(error)}") from None
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or not {"held", "own"} <= record.keys():
             raise UsageError(f"rates ({path}) must be a file made by papers --sweep")

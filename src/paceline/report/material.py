@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.folder import CONFIG, RESULT
+from paceline.reading import read_object, taken_from, why
 from paceline.tasks.recipe import BUILT_IN
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ class Material:
 
 def read_material(folders: Sequence[Path], target: float | None = None) -> Material:
     """The runs of a comparison's folder, or of the folders of single runs."""
+    with taken_from(rule(folders)):
+        return _material(folders, target)
+
+
+def _material(folders: Sequence[Path], target: float | None) -> Material:
     if len(folders) == 1 and (folders[0] / COMPARISON).is_file():
         return _comparison(folders[0], target)
     runs = _named_apart([_run(folder) for folder in folders])
@@ -144,14 +149,15 @@ def _result(told: dict[str, Any] | None) -> Result | None:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads((folder / name).read_text("utf-8"))
+        return read_object(folder / name)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"folder ({folder}) must be one that paceline compare, run or sim has written to its"
-            f" end: {name} cannot be read: {reason}"
-        ) from None
-    return told
+        raise UsageError(f"{rule([folder])}: {name} cannot be read: {why(error)}") from None
+
+
+def rule(folders: Sequence[Path]) -> str:
+    """The beginning of a complaint about what folders hold."""
+    names = ", ".join(map(str, folders))
+    return f"folder ({names}) must be one that paceline compare, run or sim has written to its end"
 
 
 def _place(config: Mapping[str, Any]) -> str:

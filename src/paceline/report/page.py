@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.reading import taken_from
 from paceline.report.charts import (
     BYTES_SENT,
     EPOCHS,
@@ -28,7 +29,7 @@ from paceline.report.charts import (
     measure_of,
     splits,
 )
-from paceline.report.material import Material, Run, Setting, read_material
+from paceline.report.material import Material, Run, Setting, read_material, rule
 from paceline.report.svg import sample, style
 from paceline.report.verdict import Standing, headline, standings, verdict
 from paceline.stats import spread
@@ -51,7 +52,8 @@ def write_report(
     """Build the report of a comparison's folder, or of runs; where it was written to."""
     material = read_material(folders, target)
     path = folders[0] / REPORT if out is None else out
-    text = render(material)
+    with taken_from(rule(folders)):
+        text = render(material)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

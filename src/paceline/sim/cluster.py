@@ -52,6 +52,7 @@ from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
 from paceline.options import above, at_least, build, one_of
+from paceline.reading import read_text, why
 from paceline.sim.faults import Fault
 from paceline.sim.models import StandsFor
 
@@ -315,8 +316,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"{path}: a cluster file must be at most {MAX_FILE_BYTES} bytes")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: {why(error)}") from None
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a TOML file: {error}") from None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from paceline.errors import PeerLost, PeersGone
 from paceline.guard import norm
-from paceline.options import at_least
+from paceline.options import at_least, at_most
 from paceline.parcel import Parcel
 from paceline.settings import read_settings
 from paceline.strategies.base import SERVER, SUMMONS, WORKER, Staleness, Strategy
@@ -39,6 +39,7 @@ DROPPED = -1.0
 ADOPT = 2.0
 LIFE = 1 << 20
 """What the numbers of requests begin with, times the life of their worker."""
+MOST_SHARDS = 10_000
 KEPT_EVERY = 16
 """Updates after which a server keeps the buffers of its optimizer for a successor."""
 
@@ -97,6 +98,7 @@ class Served(Strategy):
 
     def __post_init__(self) -> None:
         at_least("shards", self.shards, 1)
+        at_most("shards", self.shards, MOST_SHARDS)
         self.steps = 0
         self.versions = [0] * self.shards
         self.asked = [0] * self.shards

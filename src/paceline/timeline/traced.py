@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import re
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError, summary_of
 from paceline.folder import CONFIG, METRICS, TRACE
+from paceline.reading import parse_object, read_object, read_text, taken_from, why
 from paceline.timeline.items import KINDS, Item, Point, Span, cut, shift
 from paceline.timeline.lanes import Event, Lane, PostOffice, start_of
 from paceline.trace import outline, read
@@ -52,6 +52,11 @@ class TracedRun:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with taken_from(rule([path])):
+            self._look()
+
+    def _look(self) -> None:
+        path = self.path
         self._source = _Source(path)
         config = _config(path)
         self.name = "simulated" if config.get("world") == "simulated" else "real"
@@ -106,11 +111,18 @@ class TracedRun:
 
     def _points(self) -> Iterator[Point]:
         for path in sorted(self.path.glob(METRICS.replace(".", "*."))):
-            for line in path.read_text("utf-8").splitlines():
-                record = json.loads(line)
+            for record in self._logged(path):
                 for name in ("loss", "accuracy"):
                     if isinstance(record.get(name), float) and record["rank"] in self.times:
                         yield Point(record["rank"], name, record["t"], record[name])
+
+    def _logged(self, path: Path) -> list[Event]:
+        """The records of a file of metrics; a line that a rank did not live to end is left out."""
+        try:
+            lines = read_text(path).splitlines(keepends=True)
+            return [parse_object(line) for line in lines if line.endswith("\n")]
+        except (OSError, ValueError) as error:
+            raise unfit(self.path, f"{path.name} cannot be read: {why(error)}") from None
 
 
 def names_of(runs: Sequence[TracedRun]) -> list[str]:
@@ -121,20 +133,23 @@ def names_of(runs: Sequence[TracedRun]) -> list[str]:
 
 def unfit(path: Path, reason: str) -> UsageError:
     """The error of a folder that has no timeline."""
-    return UsageError(
-        f"run ({path}) must be the folder that a run with --out, or out=..., has written: {reason}"
-    )
+    return UsageError(f"{rule([path])}: {reason}")
+
+
+def rule(paths: Sequence[Path]) -> str:
+    """The beginning of a complaint about what folders of runs hold."""
+    names = ", ".join(map(str, paths))
+    return f"run ({names}) must be the folder that a run with --out, or out=..., has written"
 
 
 def _config(path: Path) -> dict[str, Any]:
     """The run's configuration; of a run by another launcher there is none."""
     try:
-        config: dict[str, Any] = json.loads((path / CONFIG).read_text("utf-8"))
-    except OSError:
+        return read_object(path / CONFIG)
+    except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise unfit(path, f"{CONFIG} is not JSON: {error}") from None
-    return config
+    except (OSError, ValueError) as error:
+        raise unfit(path, f"{CONFIG} cannot be read: {why(error)}") from None
 
 
 def _about(config: dict[str, Any]) -> str:
@@ -154,7 +169,8 @@ class _Source:
 
     def __init__(self, path: Path) -> None:
         self._whole = path / TRACE
-        found = (re.fullmatch(r"trace\.(\d+)\.jsonl", p.name) for p in path.glob("trace.*.jsonl"))
+        parts = [p.name for p in path.glob("trace.*.jsonl") if p.is_file()]
+        found = (re.fullmatch(r"trace\.(\d{1,9})\.jsonl", name) for name in parts)
         self._parts = [path / name[0] for name in sorted(filter(None, found), key=_number)]
         if not self._whole.is_file() and not self._parts:
             raise unfit(path, f"it has no {TRACE}")
@@ -175,7 +191,7 @@ class _Source:
             else:
                 parts = [_from_first_broadcast(reader(part)) for part in self._parts]
                 yield from heapq.merge(*parts, key=lambda record: float(record["t"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise unfit(self._path, f"its trace cannot be read: {summary_of(error)}") from None
 
 
