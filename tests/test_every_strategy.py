@@ -313,6 +313,12 @@ def test_nothing_touches_the_answer_that_is_read(spec, tmp_path):
         ends[worker.rank] = answer = flat(net)
         worker.settle()
         assert torch.equal(read_in_every_way(net), answer)
+        net.load_state_dict(Problem(seed=30).model().state_dict())
+        with worker.answer(net):
+            assert torch.equal(flat(net), flat(Problem(seed=30).model()))
+        nn.utils.vector_to_parameters(answer, net.parameters())
+        with pytest.raises(pl.UsageError, match="must not be called after"):
+            sgd.step()
 
     pl.simulate(train, workers=WORKERS, strategy=spec, out=tmp_path)
     saved = problem.model()

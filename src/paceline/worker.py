@@ -491,21 +491,21 @@ class Worker:
         pace.settle()
         x = pace.replica.flat.x
         assert self._loads is not None
-        own = pace.alone or self.catching_up or self._loads.has_answer
+        own = pace.alone or self.catching_up or self._loads.has_answer or self._finished
         answer = None if own else pace.keep_up(lambda: self.strategy.answer(x), again=True)
         answer = x if answer is None else answer
         replica = None if answer is x else x.clone()
         if replica is not None:
             x.copy_(answer)
         buffers = self._rest.read()
-        if self._rest.averaged and not (own or self._finished):
+        if self._rest.averaged and not own:
             self._fit_buffers()
-        pace.paused = "inside worker.answer"
+        before, pace.paused = pace.paused, "inside worker.answer"
         self._transport.resume()
         try:
             yield
         finally:
-            pace.paused = None
+            pace.paused = before
             self._rest.write(buffers)
             if replica is not None:
                 x.copy_(replica)
