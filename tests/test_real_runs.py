@@ -212,6 +212,16 @@ def test_init_alone_is_a_world_of_one(monkeypatch, one_thread, tmp_path):
     assert [record["step"] for record in logged] == list(range(1, 41))
 
 
+@on_both
+@pytest.mark.parametrize("strategy", ["downpour", "gossip"])
+def test_ranks_reduce_stop_together_and_have_the_command_line(world, strategy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--depth", "3"])
+    how = {"workers": 2, "strategy": strategy, "transport": world, "arguments": {"step": 5}}
+    result = pl.launch(runs.stop_at_step, **how)
+    assert [(m["mean"], m["arguments"]) for m in result.metrics] == [(0.5, "--depth 3")] * 2
+    assert result.steps < 2000
+
+
 # When something is wrong -------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def train(worker, epochs=2):
+def train(worker, epochs=2, stops=False):
     data = torch.Generator().manual_seed(5)
     x, y = torch.randn(62, 6, generator=data), torch.randint(3, (62,), generator=data)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -58,6 +58,8 @@ def train(worker, epochs=2):
             sgd.step()
         with worker.answer():
             worker.log(loss=loss)
+        if worker.rank == 0 and stops:
+            worker.stop_all()
 '''
 
 
@@ -119,6 +121,14 @@ def test_a_replay_ends_in_the_parameters_of_the_real_run(strategy, reference, tr
     pl.simulate(train, strategy=strategy, cluster="wan", replay=real, out=virtual, **RUN)
     assert largest_difference(virtual / "model.safetensors", real / "model.safetensors") is None
     assert events_of(virtual) == events_of(real)
+
+
+@on_shared_memory
+def test_a_replay_stops_each_worker_where_it_saw_that_all_were_to_stop(reference, train, tmp_path):
+    how = {**RUN, "strategy": "gossip", "arguments": {"epochs": 40, "stops": True}}
+    real = pl.launch(reference, out=tmp_path / "real", **how)
+    virtual = pl.simulate(train, cluster="wan", replay=tmp_path / "real", **how)
+    assert virtual.steps == real.steps < 40 * 16
 
 
 def events_of(folder):

@@ -6,6 +6,7 @@ import copy
 import io
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
+from paceline.strategies import STRATEGIES
 
 
 def simulate(train, workers=2, **how):
@@ -373,3 +375,90 @@ def test_a_worker_without_a_step_is_no_failure_where_others_have_made_some(strat
                 sgd.step()
 
     assert simulate(train, strategy=strategy).steps > 0
+
+
+# Exchanges of the user's own ---------------------------------------------------------------------
+
+EVERY = sorted(STRATEGIES)
+
+
+def train_step(net, sgd):
+    sgd.zero_grad()
+    net(torch.ones(1, 2)).sum().backward()
+    sgd.step()
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_a_metric_is_reduced_over_the_workers_whatever_other_ranks_there_are(strategy):
+    def train(worker):
+        net, sgd = make(worker, lr=0.01)
+        for epoch in range(2):
+            train_step(net, sgd)
+            assert worker.reduce(worker.rank + epoch) == 1.0 + epoch
+            assert worker.reduce(2, "sum") == 6.0
+            both = worker.reduce(torch.tensor([[1.0, worker.rank]]), op="sum")
+            assert both.tolist() == [[3.0, 3.0]] and both.dtype is torch.float32
+            worker.comm.barrier()
+            assert (worker.comm.rank, worker.comm.size) == (worker.rank, 3)
+
+    simulate(train, 3, strategy=strategy)
+
+
+def test_a_reduction_among_ranks_that_do_something_else_is_refused():
+    def train(worker):
+        make(worker)
+        if worker.rank == 0:
+            worker.comm.all_reduce(torch.zeros(2, dtype=torch.float64))
+        else:
+            worker.reduce(1.0)
+
+    with pytest.raises(pl.UsageError, match=r"worker\.reduce must be called by every worker"):
+        simulate(train)
+    with pytest.raises(pl.UsageError, match=r"op \(max\) must be one of mean, sum"):
+        simulate(lambda worker: worker.reduce(1.0, "max"))
+
+
+def test_a_reduction_that_checkpoints_could_wait_for_is_refused(tmp_path):
+    def train(worker):
+        make(worker)
+        worker.reduce(1.0)
+
+    how = {"out": tmp_path / "run", "checkpoint_steps": 2}
+    simulate(train, strategy="sasgd", **how)
+    with pytest.raises(pl.UsageError, match=r"under Gossip with checkpoints .*worker\.stop_all"):
+        simulate(train, strategy="gossip", **how | {"out": tmp_path / "other"})
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_one_worker_stops_all_and_every_method_comes_to_its_end(strategy):
+    steps, ends, after = {}, {}, []
+    data = TensorDataset(torch.ones(600, 2))
+
+    def train(worker):
+        net, sgd = make(worker, lr=0.01)
+        loader = worker.setup_dataloaders(DataLoader(data, batch_size=2))
+        for _ in range(5):
+            for _ in loader:
+                train_step(net, sgd)
+                if worker.rank == 1 and worker.steps == 4:
+                    worker.stop_all()
+            with torch.no_grad():
+                after.append(len([*worker.setup_dataloaders(DataLoader(data, batch_size=100))]))
+            if worker.stopping:
+                break
+        steps[worker.rank] = worker.steps
+        worker.finish()
+        ends[worker.rank] = net.weight.detach().clone()
+
+    simulate(train, 3, strategy=strategy, cluster="ethernet-10g")
+    assert 4 <= steps[1] <= 5 and all(count < 20 for count in steps.values())
+    assert sum(after) == 6, "an evaluation goes on"
+    assert all(torch.equal(end, ends[0]) for end in ends.values())
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), np.array(0.5), np.array([0.5])]
+)
+def test_numpys_numbers_can_be_logged(value):
+    (record,) = simulate(lambda worker: worker.log(loss=value), 1).metrics
+    assert record["loss"] == 0.5 and type(record["loss"]) is float

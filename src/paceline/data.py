@@ -237,7 +237,7 @@ class PacedLoader:
     def _share(self, this: Pass, goes_on: Place) -> Iterator[Any]:
         """This worker's batches of an epoch, less those that it has had."""
         worker, full, epoch = self._worker, self._user_loader.batch_size or 0, this.epoch
-        catching_up, asked_s = worker.catching_up, worker.comm.now()
+        catching_up, asked_s = worker.catching_up, worker.world.now()
         if self._is_over():
             return
         for index, samples, share, batch in self._source.batches(epoch, goes_on):
@@ -249,7 +249,7 @@ class PacedLoader:
             worker.between_batches()
             if self._is_over():
                 return
-            asked_s = worker.comm.now()
+            asked_s = worker.world.now()
         if catching_up and this.taken == goes_on.taken > 0:  # nothing was left of it
             with worker.for_nothing():
                 yield from self._sample(this)
@@ -264,7 +264,8 @@ class PacedLoader:
 
     def _is_over(self) -> bool:
         """Whether to train on more would be in vain: others have use for those batches."""
-        return self._worker.set_aside and torch.is_grad_enabled()
+        worker = self._worker
+        return torch.is_grad_enabled() and (worker.set_aside or worker.stopping)
 
     def _sample(self, this: Pass) -> Iterator[Any]:
         """One batch of an epoch that was begun before a checkpoint: the body runs, for nothing.
@@ -365,7 +366,7 @@ class PacedLoader:
         worker = self._worker
         while True:
             ticket = worker.draw(self._number, epoch)
-            worker.comm.transport.resume()  # the data set or the loop may draw random numbers
+            worker.world.transport.resume()  # the data set or the loop may draw random numbers
             if ticket is None:
                 return
             yield ticket
@@ -473,7 +474,7 @@ class _Map:
     @property
     def _life(self) -> int:
         worker = self._owner._worker
-        return worker.comm.life(worker.rank)
+        return worker.world.life(worker.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None when there is none."""
@@ -493,7 +494,7 @@ class _Map:
         """Whether workers may be lost on the way whose part of the data the others take over."""
         worker = self._owner._worker
         plain = not isinstance(self._order(self._epoch), list)
-        return worker.comm.elastic and self._owner.sharing == "shard" and plain
+        return worker.world.elastic and self._owner.sharing == "shard" and plain
 
     def _divided(self) -> Iterator[Indices]:
         """This worker's part of the epoch among those who are left."""
@@ -503,7 +504,7 @@ class _Map:
         return divide_epoch(self._whole(order), size, rank, self._meeting, self.given)
 
     def _meeting(self) -> Meeting:
-        comm = self._owner._worker.comm
+        comm = self._owner._worker.world
         return Meeting(comm.meetings, tuple(r for r in comm.present() if r < self._workers))
 
     def unseen(self) -> int:
@@ -521,7 +522,7 @@ class _Map:
             yield ticket, queue[ticket]
         for ticket in self._owner.tickets(self._epoch):
             if ticket >= len(queue):
-                self._owner._worker.comm.done_with(self._owner._number, self._epoch, ticket)
+                self._owner._worker.world.done_with(self._owner._number, self._epoch, ticket)
                 return
             yield ticket, queue[ticket]
 

@@ -84,7 +84,7 @@ class Keeper:
     def bind(self, worker: Worker) -> None:
         """Keep the state of this worker, or of the rank that is none."""
         self._worker, self._transport = worker, worker.transport
-        self._everyone = range(worker.comm.size)
+        self._everyone = range(worker.world.size)
         self._answered = self._transport.called().number  # who comes late was not called
         worker.strategy.on_summons = self.save_together
         if worker.rank == 0:
@@ -200,7 +200,7 @@ class Keeper:
             try:
                 self._worker.strategy.summon(rank, number, stop)
             except PeerLost:
-                if not self._worker.comm.elastic:
+                if not self._worker.world.elastic:
                     raise
 
     def save_together(self, number: int, stop: bool) -> None:

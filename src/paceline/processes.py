@@ -230,6 +230,7 @@ def run_ranks(
             "threads": threads_per_rank(size),
             "environment": dict(os.environ),
             "cwd": os.getcwd(),
+            "argv": sys.argv,
             "path": sys.path,
             "late": late,
             "elastic": losses is not None and losses.goes_on,
@@ -623,6 +624,7 @@ def rank_main(config: Message, fds: list[int]) -> int:
     os.environ.clear()
     os.environ.update(config["environment"])
     os.chdir(config["cwd"])
+    sys.argv[:] = config["argv"]
     sys.path[:] = config["path"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # whole lines, so that ranks do not mix theirs

@@ -27,8 +27,9 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
     if not name or "<" in name or getattr(thing, "__self__", None) is not None:
         raise UsageError(
-            f"{name or repr(thing)} must be defined at the top level of a module or script:"
-            " other processes find it by its name"
+            f"{name or repr(thing)} must be defined at the top level of a module or script: other"
+            " processes find it there by its name. Move it out of the function, class or object"
+            " that it is in; what it needs from there can be given to train by arguments={...}"
         )
     if module not in ("__main__", _MAIN):
         return {"module": module, "name": name}

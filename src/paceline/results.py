@@ -58,7 +58,7 @@ class Summary:
     def of(cls, worker: Worker) -> Summary:
         """Sum up a worker that has finished."""
         pace, meter = worker.pace, worker.meter
-        now = Mark(worker.comm.now(), time.monotonic(), 0.0)
+        now = Mark(worker.world.now(), time.monotonic(), 0.0)
         first, last = (pace.first or now, pace.last or now) if pace else (now, now)
         return cls(
             rank=worker.rank,
@@ -79,7 +79,7 @@ class Summary:
             samples_per_s=_rate_of(worker),
             dropped=_dropped_by(worker),
             set_aside=worker.set_aside,
-            batches_lost=worker.comm.transport.batches_lost() + worker.unseen_batches,
+            batches_lost=worker.world.transport.batches_lost() + worker.unseen_batches,
             **_staleness_of(worker),
         )
 

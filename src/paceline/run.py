@@ -365,7 +365,7 @@ def simulate(
         except PacelineError:
             raise
         except Exception as error:
-            error.add_note(f"at {worker.comm.now():.6f} s of virtual time")
+            error.add_note(f"at {worker.world.now():.6f} s of virtual time")
             raise WorkerFailed.of(worker.rank, error) from None
         summary, folder = Summary.of(worker), book.folder.path if book.folder else None
         model_error = save_answer(worker.model, folder, notes) if worker.leads else None
@@ -598,7 +598,7 @@ def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> No
     except Served:
         pass
     except PacelineError as error:
-        error.add_note(f"on rank {worker.rank} at {worker.comm.now():.6f} s")
+        error.add_note(f"on rank {worker.rank} at {worker.world.now():.6f} s")
         raise
 
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +37,7 @@ from paceline.hand import DrawnBatch, Hand, Pass
 from paceline.hooks import Loads
 from paceline.keeper import Keeper, read_generators, write_generators
 from paceline.optimizer import PacedOptimizer
-from paceline.options import at_least
+from paceline.options import at_least, one_of
 from paceline.pace import Pace
 from paceline.replica import Replica
 from paceline.rest import Rest, recalibrate
@@ -65,6 +66,8 @@ class Worker:
         seed: the run's seed; data is shuffled by it.
         device: where the model and the batches go.
         strategy: the method, as an object.
+        comm: the workers among themselves, for exchanges of your own; see docs/comm-contract.md.
+            Every worker has to take part. Servers and communicators have no part in it.
         epoch_samples: how many samples all workers take in an epoch; None where that is not known.
     """
 
@@ -87,7 +90,9 @@ class Worker:
         self.rank, self.size, self.seed = transport.rank, workers, seed
         self.strategy = strategy
         self.device = torch.device(device)
-        self.comm = Comm(transport, elastic=elastic)
+        self.world = Comm(transport, elastic=elastic)
+        others = [*range(workers)] if self.rank < workers else [self.rank]
+        self.comm = self.world.group(others)
         self.consensus: float | None = None
         self.unseen_batches = 0
         self.epoch_samples: int | None = None
@@ -98,7 +103,7 @@ class Worker:
         self._model: nn.Module | None = None
         self._loads: Loads | None = None
         self._loaders: dict[int, PacedLoader] = {}
-        self.hand = Hand(self.comm.done_with, self._forget)
+        self.hand = Hand(self.world.done_with, self._forget)
         self._places: dict[int, Place] = {}
         self._tracked: dict[str, Any] = {}
         self._keeper = keeper
@@ -132,7 +137,7 @@ class Worker:
         self._model, self._shown = model, torch.empty(0, dtype=torch.uint8)
         self._rest = Rest(model, {id(span.parameter) for span in replica.flat.spans})
         self._loads = Loads(model, self._pace, self.settle)
-        self.strategy.bind(self.comm, replica, self.size, self.seed)
+        self.strategy.bind(self.world, replica, self.size, self.seed)
         self.strategy.guard.tell = self.tell
         if self._keeper is not None:
             self._keeper.bind(self)
@@ -154,7 +159,7 @@ class Worker:
         """Find out whether all that begin together have the same model, method, seed, version."""
         if not self._transport.late:
             starters = self._transport.starters()
-            comm = Comm(self._transport.inner.uncharged(), starters, self.comm.elastic)
+            comm = Comm(self._transport.inner.uncharged(), starters, self.world.elastic)
             check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
 
     def _go_on(self, keeper: Keeper, x: Tensor) -> None:
@@ -177,7 +182,7 @@ class Worker:
             if self._keeper is not None and self._keeper.resumes:
                 self._keeper.await_starters()
             self._join(self.strategy.join, x)
-            fixed = self.comm.shelved(self.strategy.first_workers()[0], FIXED)
+            fixed = self.world.shelved(self.strategy.first_workers()[0], FIXED)
             if fixed is not None:
                 self._rest.load_fixed(fixed)
             self._adopt_buffers()
@@ -196,11 +201,11 @@ class Worker:
             try:
                 return join(x)
             except (PeersGone, PeerLost) as error:
-                if not others.isdisjoint(self.comm.alive()):
+                if not others.isdisjoint(self.world.alive()):
                     raise error from None
-                if not others.isdisjoint(self.comm.left()):
+                if not others.isdisjoint(self.world.left()):
                     raise Served from None
-                self.comm.await_change(error)  # one that was merely stopped may come back
+                self.world.await_change(error)  # one that was merely stopped may come back
 
     def _rejoin(self, x: Tensor) -> None:
         try:
@@ -226,10 +231,10 @@ class Worker:
 
     def _shelve_fixed(self) -> None:
         """Let those who come late see what is not averaged: the first worker does."""
-        someone_may = self.comm.elastic or len(self.comm.starters()) < self.comm.size
+        someone_may = self.world.elastic or len(self.world.starters()) < self.world.size
         first = self.rank == self.strategy.first_workers()[0]
         if first and someone_may and self._rest.has_fixed:
-            self.comm.shelve(self._rest.fixed(), FIXED)
+            self.world.shelve(self._rest.fixed(), FIXED)
 
     def _share_the_rest(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""
@@ -253,13 +258,13 @@ class Worker:
         parcel = self._rest.parcel(self._weight) if self._rest.averaged else None
         if parcel is not None:
             self._shown = parcel
-            self.comm.shelve(parcel, BUFFERS)
+            self.world.shelve(parcel, BUFFERS)
 
     def _buffers_of(self, ranks: Iterable[int]) -> list[Tensor]:
         """The buffers of other workers, as they have last shown them."""
         if not self._rest.averaged:
             return []
-        seen = [self.comm.shelved(rank, BUFFERS) for rank in ranks if rank != self.rank]
+        seen = [self.world.shelved(rank, BUFFERS) for rank in ranks if rank != self.rank]
         return [parcel for parcel in seen if parcel is not None]
 
     def _adopt_buffers(self) -> None:
@@ -399,7 +404,7 @@ class Worker:
         """Draw the number of the next batch; see :meth:`Comm.ticket`."""
         while True:
             try:
-                return self.comm.ticket(queue, epoch)
+                return self.world.ticket(queue, epoch)
             except LeftBehind:
                 self._running().keep_up(self._transport.alive)
 
@@ -408,7 +413,7 @@ class Worker:
     @property
     def leads(self) -> bool:
         """Whether this is the first of the workers that are left: the one that logs and saves."""
-        return self.rank == 0 or self.comm.lost().issuperset(range(self.rank))
+        return self.rank == 0 or self.world.lost().issuperset(range(self.rank))
 
     @property
     def progress(self) -> float:
@@ -561,6 +566,48 @@ class Worker:
             record[name] = _plain(name, value)
         if self._report is not None:
             self._report(record)
+
+    def reduce(self, value: float | Tensor, op: Literal["mean", "sum"] = "mean") -> Any:
+        """The mean, or the sum, of a number or a tensor over all workers; the same on all of them.
+
+        Every worker must call it, equally often: it waits for the others. Workers count alike,
+        whatever their data: for a share, reduce both of its parts by ``sum``.
+        """
+        one_of("op", op, ("mean", "sum"))
+        if self.catching_up:
+            return value
+        if self._keeper is not None and self.size > 1 and not self.strategy.synchronous:
+            name = type(self.strategy).__name__
+            raise UsageError(
+                f"worker.reduce waits for all workers, and under {name} with checkpoints one of"
+                " them may be waiting for this one to save: evaluate with worker.answer(model) on"
+                " the worker that leads instead, and end all with worker.stop_all()"
+            )
+        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        vector = torch.cat([own.reshape(-1), torch.ones(1, dtype=torch.float64)])
+        act = partial(self.comm.all_reduce, vector)
+        count = act() if self._pace is None else self._pace.keep_up(act, again=True)
+        self._transport.resume()
+        if count is None or vector[-1] != count:
+            raise UsageError("worker.reduce must be called by every worker, equally often")
+        total = (vector[:-1] / count if op == "mean" else vector[:-1]).view(own.shape)
+        if not isinstance(value, Tensor):
+            return total.item()
+        return total.to(value.device, value.dtype if value.is_floating_point() else total.dtype)
+
+    def stop_all(self) -> None:
+        """Have every worker come to its end: their loaders give no more batches to train on.
+
+        For early stopping, when one worker decides for all. Each sees it before its next batch;
+        ``worker.stopping`` tells, to leave the loop over epochs.
+        """
+        if not self.catching_up:
+            self._transport.stop_all()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker has called :meth:`stop_all`."""
+        return self._transport.stopping()
 
     def tell(self, event: str, **facts: Any) -> None:
         """Have something that happened to this rank written into the run's record."""
@@ -750,7 +797,7 @@ class Worker:
             self._load_model(state)
             self._shelve_fixed()
             if self._shown.numel():
-                self.comm.shelve(self._shown, BUFFERS)
+                self.world.shelve(self._shown, BUFFERS)
 
     def go_on_from(self, places: list[Place], epochs_done: float) -> None:
         """Have the loaders, those that are here and those to come, go on from these places."""
@@ -825,6 +872,8 @@ def _plain(name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise UsageError(f"{name} (shape {tuple(value.shape)}) must be a single number")
         value = value.detach().item()
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is not None and not isinstance(value, (bool, int, float, str)):

@@ -98,22 +98,22 @@ def train_through_losses(
     loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
     batches = worker.setup_dataloaders(loader)
     epoch = steps = 0
-    while epoch < epochs or (until_life and not has_come(worker.comm, whose, until_life)):
+    while epoch < epochs or (until_life and not has_come(worker.world, whose, until_life)):
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()
             sgd.step()
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
-            while until_lost and steps == 4 and whose not in worker.comm.lost():
+            while until_lost and steps == 4 and whose not in worker.world.lost():
                 time.sleep(0.001)  # so that the epoch lasts until then
             if pids is not None and worker.rank == 0:
                 pid = int(Path(pids, str(whose)).read_text())
                 if steps == 4 and not thaws:
                     os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
-                    while stop_until_lost and whose not in worker.comm.lost():
+                    while stop_until_lost and whose not in worker.world.lost():
                         time.sleep(0.001)
-                if (thaws or stop_until_lost) and whose in worker.comm.lost():
+                if (thaws or stop_until_lost) and whose in worker.world.lost():
                     with suppress(ProcessLookupError):  # if the launcher was faster
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
@@ -205,6 +205,21 @@ def unpickled_by_environment(transport: Any, channel: Any, argument: dict[str, A
     forbid_pickle()
     with pl.init(strategy=argument["strategy"]) as worker:
         train(worker)
+
+
+def stop_at_step(worker: pl.Worker, step: int) -> None:
+    """Reduce a number, log the command line's arguments, train until rank 1 stops all."""
+    net = new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+    worker.log(mean=worker.reduce(worker.rank), arguments=" ".join(sys.argv[1:]))
+    loader = worker.setup_dataloaders(DataLoader(torch.ones(4000, 6), batch_size=2))
+    while not worker.stopping:
+        for x in loader:
+            sgd.zero_grad()
+            net(x).square().mean().backward()
+            sgd.step()
+            if worker.rank == 1 and worker.steps == step:
+                worker.stop_all()
 
 
 def train_unpickled(worker: pl.Worker) -> None:

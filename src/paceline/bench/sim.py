@@ -174,7 +174,7 @@ def _simulated_s(
         batches = chain.from_iterable(repeat(loader))
         for step in range(WARM_UP + steps):
             if step == WARM_UP:
-                worker.comm.group(range(worker.size)).barrier()
+                worker.comm.barrier()
                 moments.append(clock())
             _step(net, sgd, *next(batches))
         moments.append(clock())

@@ -249,7 +249,7 @@ class Counter:
     """What a rank counts, on the clock of its run, and the answers that rank 0 has seen."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self._now = worker, worker.comm.now
+        self._worker, self._now = worker, worker.world.now
         self.steps = self.samples = 0
         self._first_s = self._last_s = 0.0
         self._seen: list[tuple[float, list[Tensor]]] = []
@@ -301,7 +301,7 @@ def probe_rank(transport: Transport, channel: Channel, argument: Message) -> Lat
     """On one rank: small messages to and fro between two and two, then small all-reduces."""
     small = torch.zeros(1)
     with placed(transport, argument, "allreduce") as worker:
-        comm = worker.comm
+        comm = worker.world
         peer, first = comm.rank ^ 1, comm.rank % 2 == 0
 
         def there_and_back() -> None:

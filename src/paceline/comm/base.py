@@ -129,6 +129,16 @@ class Transport(ABC):
         """The workers that have come to the end of their data: see :meth:`retire`."""
         return frozenset()
 
+    def stop_all(self) -> None:
+        """Have every worker come to its end; see :meth:`stopping`."""
+        self._stopping = True
+
+    def stopping(self) -> bool:
+        """Whether a rank has called :meth:`stop_all`. Never waits."""
+        return self._stopping
+
+    _stopping = False
+
     def arrived(self) -> None:  # noqa: B027 - only who comes late has to say so
         """Say that this rank, which came late, has its state: from now on it is a member."""
 

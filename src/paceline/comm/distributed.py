@@ -293,6 +293,12 @@ class DistributedTransport(Transport):
     def retire(self) -> None:
         self._mail.retire()
 
+    def stop_all(self) -> None:
+        self._mail.stop_all()
+
+    def stopping(self) -> bool:
+        return self._mail.stopping
+
     def retired(self) -> frozenset[int]:
         return self._mail.retired
 

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     WINDOW = 5
     LEFT = 6
     RETIRED = 7
+    STOP = 8
 
 
 class Header(NamedTuple):
@@ -129,6 +130,7 @@ class Mail:
         self._window: tuple[int, Tensor] | None = None
         self._left: set[int] = set()
         self.retired: frozenset[int] = frozenset()
+        self.stopping = False
         self._number = 0
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
         if size > 1:
@@ -157,6 +159,11 @@ class Mail:
         self._tell_all(Kind.RETIRED)
         with self._changed:
             self.retired |= {self.rank}
+
+    def stop_all(self) -> None:
+        """Have every worker come to its end."""
+        self._tell_all(Kind.STOP)
+        self.stopping = True
 
     def _tell_all(self, kind: Kind) -> None:
         for dst in range(self.size):
@@ -391,6 +398,8 @@ class Mail:
                 self._left.add(src)
             elif header.kind == Kind.RETIRED:
                 self.retired |= {src}
+            elif header.kind == Kind.STOP:
+                self.stopping = True
             self._changed.notify_all()
 
     def _answer_peek(self, src: int, tag: int, request: int) -> None:

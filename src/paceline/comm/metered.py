@@ -137,6 +137,19 @@ class MeteredTransport(Transport):
     def stopped(self) -> frozenset[int]:
         return self.inner.stopped()
 
+    def stop_all(self) -> None:
+        self.inner.stop_all()
+
+    def stopping(self) -> bool:
+        return self._saw_stop(self.inner.stopping())
+
+    def _saw_stop(self, stopping: bool) -> bool:
+        """Note when this rank first saw that all are to stop, for a replay."""
+        if stopping and not self._stopping:
+            self._stopping = True
+            self.note("stop")
+        return stopping
+
     def retired(self) -> frozenset[int]:
         return self._saw_retired(self.inner.retired())
 

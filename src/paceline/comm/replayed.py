@@ -154,6 +154,9 @@ class ReplayedTransport(MeteredTransport):
         missing = self._missing if due is None else due["missing"]
         return self._saw(tuple(rank for rank in range(self.size) if rank not in missing))
 
+    def stopping(self) -> bool:
+        return self._saw_stop(self._stopping or self._script.sight(event="stop") is not None)
+
     def retired(self) -> frozenset[int]:
         due = self._script.sight(event="retired", look=self._looks + 1)
         return self._saw_retired(self._retired if due is None else frozenset(due["ranks"]))

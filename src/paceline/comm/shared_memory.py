@@ -77,7 +77,7 @@ class Layout:
 
     After the blocks come the roll, the lives of those who meet at the end, the directory of groups,
     the batch that each queue gives out next, and the batches that were taken back from ranks that
-    are gone; these are written under a lock. Then come meetings.
+    are gone; these are written under a lock. Then come meetings, and whether all are to stop.
     """
 
     def __init__(self, size: int) -> None:
@@ -94,7 +94,8 @@ class Layout:
         self.queues = self.directory + MAX_GROUPS
         self.returned = self.queues + MAX_QUEUES
         self.meeting = self.returned + MAX_RETURNED
-        self.words = self.meeting + Meeting.words(size)
+        self.stop = self.meeting + Meeting.words(size)
+        self.words = self.stop + 1
 
     def pid(self, rank: int) -> int:
         """The rank's process."""
@@ -260,6 +261,12 @@ class SharedMemoryTransport(Transport):
     def stopped(self) -> frozenset[int]:
         self._look_round()
         return self._processes.stopped()
+
+    def stop_all(self) -> None:
+        self.words[self.layout.stop] = 1
+
+    def stopping(self) -> bool:
+        return bool(self.words[self.layout.stop])
 
     def retired(self) -> frozenset[int]:
         return self._meeting.retired()

@@ -111,6 +111,7 @@ class World:
         self.meetings: dict[int, set[int]] = {}
         self.retired: frozenset[int] = frozenset()
         self.meetings_over, self.given_up = False, 0
+        self.stopping = False
         self.vigils: dict[int, Vigil] = {}
         self.awaiting: set[int] = set()
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
@@ -594,6 +595,13 @@ class SimulatedTransport(Transport):
 
     def stopped(self) -> frozenset[int]:
         return self.world.frozen
+
+    def stop_all(self) -> None:
+        self.pass_time()
+        self.world.stopping = True
+
+    def stopping(self) -> bool:
+        return self.world.stopping
 
     def retired(self) -> frozenset[int]:
         self.pass_time()

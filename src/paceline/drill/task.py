@@ -46,6 +46,6 @@ def train(
 
 
 def _misses(worker: Worker, lives: dict[str, int]) -> bool:
-    comm, alive = worker.comm, worker.comm.alive()
+    comm, alive = worker.world, worker.world.alive()
     back = all(int(rank) in alive and comm.life(int(rank)) >= life for rank, life in lives.items())
     return not back and comm.now() < MOST_S

@@ -24,7 +24,7 @@ class Members(Observer):
     number = 0
 
     def attach(self, worker: Worker) -> None:
-        around(worker.comm, "alive", lambda inner: self._asked(worker, inner()))
+        around(worker.world, "alive", lambda inner: self._asked(worker, inner()))
         around(worker._transport, "arrived", lambda inner: self._arrived(worker, inner))
         around(worker.strategy, "join", lambda inner, x: self._joined(worker, inner, x))
         around(worker.strategy, "succeed", lambda inner, x: self._joined(worker, inner, x))
