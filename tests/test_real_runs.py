@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from support import runs
 from support.worlds import on_both, on_distributed, on_shared_memory
 
@@ -177,7 +177,14 @@ def test_a_launch_in_each_process_of_a_launcher_is_refused(monkeypatch):
         pl.launch(runs.train)
 
 
-ONE_WORKER = ("downpour", "ssp", "cyclic", "layered", "easgd(interval=3)")
+ONE_WORKER = (
+    "downpour",
+    "ssp",
+    "cyclic(form=gradient)",
+    "layered",
+    "cyclic",
+    "easgd(interval=3)",
+)
 
 
 @on_distributed
@@ -193,10 +200,13 @@ def test_one_worker_and_its_server_under_a_launcher_train_together(one_thread, t
     assert served == ["ended with 0"] * len(ONE_WORKER)
     assert all(steps == 40 and sent > 0 for steps, sent in worked)
     pl.launch(runs.train, workers=1, seed=8, out=tmp_path / "plain")
-    *exact, center = (model_in(tmp_path / str(number)) for number in range(len(ONE_WORKER)))
-    assert exact == [model_in(tmp_path / "plain")] * len(exact)
+    *exact, moves, center = (model_in(tmp_path / str(number)) for number in range(len(ONE_WORKER)))
+    plain = model_in(tmp_path / "plain")
+    assert exact == [plain] * len(exact)
+    for name, value in load(plain).items():
+        torch.testing.assert_close(load(moves)[name], value)  # a sum of moves is rounded
     pl.launch(runs.train, workers=1, seed=8, out=tmp_path / "untrained", arguments={"epochs": 0})
-    assert center not in (model_in(tmp_path / "plain"), model_in(tmp_path / "untrained"))
+    assert center not in (plain, model_in(tmp_path / "untrained"))
 
 
 @on_shared_memory
