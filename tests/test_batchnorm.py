@@ -415,6 +415,7 @@ def test_on_every_transport_workers_end_with_the_same_statistics(transport):
     assert len(ends) == 3 and len({end["digest"] for end in ends}) == 1
     assert {end["count"] for end in ends} == {sum(end["taken"] for end in ends)}
     assert {end["unlike"] for end in ends} == {True}
+    assert len({end["inside"] for end in ends}) == 1  # all stood still, and saw the same
 
 
 def test_a_killed_process_at_the_end_leaves_the_others_with_one_answer():

@@ -60,6 +60,14 @@ def test_a_peek_is_never_torn_and_never_goes_back(transport, numel):
         assert (unpublished, torn, wrong, backwards, read) == (None, 0, 0, 0, True)
 
 
+def test_what_is_shelved_is_seen_by_all_beside_what_is_published(transport):
+    outcome = run_program(transport, programs.shelve_and_look, 3)
+    for rank in range(3):
+        others = [peer for peer in range(3) if peer != rank]
+        seen = [[10.0 * peer + 1, [peer] * 3] for peer in others]
+        assert outcome.values[rank] == [[None, None], seen]
+
+
 @pytest.mark.parametrize("numel", [0, 1, 5, 100_003])
 def test_all_reduce_sums_and_counts(transport, numel):
     outcome = run_program(transport, programs.reduce_all, SIZE, numel=numel)

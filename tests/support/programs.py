@@ -149,6 +149,26 @@ def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
     return [unpublished, torn, wrong, backwards, reads > 0]
 
 
+def shelve_and_look(transport: Any, channel: Any, argument: Any) -> Any:
+    """Each rank fills its shelves, one of them twice, beside its window; all look at the others."""
+    comm = Comm(transport)
+    before = [comm.shelved(peer, 0) for peer in range(comm.size) if peer != comm.rank]
+    comm.barrier()
+    for number in range(2):
+        comm.shelve(vector(10 * comm.rank + number), 0)
+    comm.shelve(torch.full((3,), comm.rank, dtype=torch.uint8), 1)
+    comm.publish(vector(-1))
+    comm.barrier()
+    seen = []
+    for peer in range(comm.size):
+        if peer != comm.rank:
+            one, other = comm.shelved(peer, 0), comm.shelved(peer, 1)
+            assert one is not None and other is not None
+            seen.append([one.item(), other.tolist()])
+    comm.barrier()
+    return [before, seen]
+
+
 def reduce_all(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
     x = torch.full((argument["numel"],), float(comm.rank + 1))

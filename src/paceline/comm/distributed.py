@@ -322,6 +322,13 @@ class DistributedTransport(Transport):
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
         return self._mail.peek(src, like)
 
+    def shelve(self, x: Tensor, shelf: int) -> None:
+        self._mail.publish(x, 1 + shelf)
+
+    def shelved(self, rank: int, shelf: int) -> Tensor | None:
+        left = self._mail.peek(rank, None, 1 + shelf)
+        return None if left is None else left[1]
+
     # Collectives ---------------------------------------------------------------------------------
 
     def start_all_reduce(

@@ -127,7 +127,7 @@ class Mail:
         self._held: dict[int, _Held] = {}
         self._fetches: dict[tuple[int, int], _Fetch] = {}
         self._headers = [deque[Any](maxlen=_HEADERS_KEPT) for _ in range(size)]
-        self._window: tuple[int, Tensor] | None = None
+        self._shown: dict[int, tuple[int, Tensor]] = {}
         self._left: set[int] = set()
         self.retired: frozenset[int] = frozenset()
         self.stopping = False
@@ -344,22 +344,22 @@ class Mail:
 
     # Windows -------------------------------------------------------------------------------------
 
-    def publish(self, x: Tensor) -> int:
-        """Put a copy into this rank's window."""
+    def publish(self, x: Tensor, window: int = 0) -> int:
+        """Put a copy into one of this rank's windows."""
         copy = x.detach().cpu().clone()
         with self._changed:
-            version = 1 if self._window is None else self._window[0] + 1
-            self._window = (version, copy)
+            version = self._shown[window][0] + 1 if window in self._shown else 1
+            self._shown[window] = (version, copy)
         return version
 
-    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        """Ask the service of ``src`` for what it last published."""
+    def peek(self, src: int, like: Tensor | None, window: int = 0) -> tuple[int, Tensor] | None:
+        """Ask the service of ``src`` for what it last put into a window."""
         if self.why_gone(src) is not None:
             return None
         with self._changed:
             self._number += 1
             request = self._number
-        self._send_header(src, Header(Kind.PEEK, number=request))
+        self._send_header(src, Header(Kind.PEEK, tag=window, number=request))
         try:
             src, header = self.wait(
                 lambda: self._windows.pop(request, None), [src], f"peek at rank {src}"
@@ -402,10 +402,10 @@ class Mail:
                 self.stopping = True
             self._changed.notify_all()
 
-    def _answer_peek(self, src: int, tag: int, request: int) -> None:
+    def _answer_peek(self, src: int, window: int, request: int) -> None:
         with self._changed:
-            window = self._window
-        if window is None:
+            shown = self._shown.get(window)
+        if shown is None:
             self._send_header(src, Header(Kind.WINDOW, tag=request))
         else:
-            self._offer(Kind.WINDOW, window[1], src, request, version=window[0])
+            self._offer(Kind.WINDOW, shown[1], src, request, version=shown[0])
