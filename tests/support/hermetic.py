@@ -18,7 +18,7 @@ import pytest
 CLONE = Path(__file__).parents[2]
 STARTUP = Path(__file__).with_name("startup")
 SYSTEM = (
-    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev"),
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev", "/run"),
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include")),
     *(f"/usr/local/{name}" for name in ("bin", "sbin", "lib", "include", "cuda")),
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo")),
@@ -27,6 +27,7 @@ SYSTEM = (
 CACHES = {
     "HOME": "",
     "TORCH_HOME": "torch",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "XDG_CACHE_HOME": ".cache",
     "XDG_CONFIG_HOME": ".config",
     "XDG_DATA_HOME": ".local/share",
