@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -192,3 +193,51 @@ def test_nothing_outlives_a_launcher(launchers):
     assert interrupted.process.wait(PATIENCE_S) in (130, -signal.SIGINT)
     told = interrupted.process.stderr.read()
     assert told.count("Traceback") == told.count("KeyboardInterrupt") == 1
+
+
+# Other launchers ---------------------------------------------------------------------------------
+
+
+def scenario(strategy, how, rank, when, hosts=False, **limits):
+    limits = {"dead_s": 2.0 if hosts else 1.0, "notice_s": 0.5, "start_s": 60.0, **limits}
+    told = {"strategy": strategy, "how": how, "rank": rank, "when": when}
+    return {**told, "hosts": hosts, "limits": limits}
+
+
+SCENARIOS = [
+    scenario("allreduce", "kill", 1, "meeting"),
+    scenario("sasgd(interval=8)", "stop", 0, "meeting"),
+    scenario("gossip", "kill", 1, "middle"),
+    scenario("downpour", "stop", 0, "middle"),
+    scenario("cyclic", "kill", 1, "middle"),
+    scenario("layered", "kill", 0, "end"),
+    scenario("easgd", "stop", 1, "end"),
+    scenario("gossip", "stop", 1, "middle", hosts=True),
+    scenario("downpour", "stop", 0, "middle", hosts=True),
+    scenario("allreduce", "kill", 2, "before", notice_s=3.0, start_s=6.0),
+]
+
+
+@on_distributed
+def test_a_lost_rank_ends_all_others_of_another_launcher_wherever_they_are(tmp_path):
+    """At the start, in the middle and at the end; also where a heartbeat has to tell."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.lost_ranks", json.dumps(SCENARIOS)],
+        env=runs.environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for played, told in zip(SCENARIOS, json.loads(ended.stdout), strict=True):
+        lost = played["rank"]
+        for rank in {0, 1, 2} - {lost}:
+            log = told["logs"][rank]
+            assert told["codes"][rank] == 3, (played, rank, told)
+            assert f"paceline: lost rank {lost} in " in log and "Traceback" not in log, (
+                played,
+                log,
+            )
+    never = told["logs"][0]
+    assert "paceline: rank 0 still waits at the start for rank 2 after 3 s; the limit is" in never
+    assert "lost rank 2 in the run" in never and "pl.Limits(start_s=6)" in never

@@ -4,6 +4,7 @@
 
     PacelineError
     ├── UsageError (also a ValueError)   something the user gave: name, value, rule     exit code 2
+    │   └── NotLaunched                  what a launcher's variables say is not enough  exit code 2
     ├── CommError                        an exchange between ranks failed
     │   ├── PeerLost                     a peer died, stopped or has left               exit code 3
     │   ├── CommTimeout                  a peer lives, but the wait outlasted its limit exit code 3
@@ -39,6 +40,10 @@ class UsageError(PacelineError, ValueError):
     """Something that the user gave is not right; the message has name, value and rule."""
 
     exit_code = 2
+
+
+class NotLaunched(UsageError):
+    """The variables of a launcher do not say where this process belongs."""
 
 
 class CommError(PacelineError):
@@ -127,6 +132,17 @@ class LeftBehind(Exception):
 
 class Outlived(BaseException):
     """Ends a rank that was stopped for too long, and that the others do not take back."""
+
+
+class RunLost(BaseException):
+    """Ends a rank of a run that ends with its first ``loss``, whatever the rank is about to do.
+
+    No method may go on after it; where the rank ends, it becomes the loss.
+    """
+
+    def __init__(self, loss: PeerLost) -> None:
+        self.loss = loss
+        super().__init__(str(loss))
 
 
 class Served(BaseException):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
-from paceline.errors import UsageError
+from paceline.errors import NotLaunched
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 15000
@@ -84,7 +84,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
         return _told_by(step, _STEP)
     for name in _NOT_UNDERSTOOD:
         if name in environment:
-            raise UsageError(
+            raise NotLaunched(
                 f"{name} ({environment[name]}) does not say how many there are: {_SET}"
             )
     return Launched()
@@ -96,7 +96,7 @@ def _is_there(environment: Mapping[str, str], family: _Family) -> bool:
     if len(there) == 1:
         (missing,) = {*family[:2]} - {*there}
         value = environment[there[0]]
-        raise UsageError(f"{there[0]} ({value}) must not be set without {missing}: {_SET}")
+        raise NotLaunched(f"{there[0]} ({value}) must not be set without {missing}: {_SET}")
     return bool(there)
 
 
@@ -111,7 +111,7 @@ def _step_of(environment: Mapping[str, str]) -> Mapping[str, str] | None:
         return None
     tasks = environment.get(_STEP.size) or environment.get("SLURM_NTASKS")
     if tasks is None:
-        raise UsageError(f"SLURM_PROCID must not be set without {_STEP.size}: {_SET}")
+        raise NotLaunched(f"SLURM_PROCID must not be set without {_STEP.size}: {_SET}")
     by_node = re.findall(r"(\d+)(?:\(|,|$)", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     most = max(by_node, key=int, default=tasks)
     return {**environment, _STEP.size: tasks, _STEP.local_size: most}
@@ -120,13 +120,15 @@ def _step_of(environment: Mapping[str, str]) -> Mapping[str, str] | None:
 def _told_by(environment: Mapping[str, str], family: _Family) -> Launched:
     rank, size = (_number(environment, name) for name in family[:2])
     if not 0 <= rank < size:
-        raise UsageError(f"{family.rank} ({rank}) must be from 0 to {family.size} - 1 ({size - 1})")
+        raise NotLaunched(
+            f"{family.rank} ({rank}) must be from 0 to {family.size} - 1 ({size - 1})"
+        )
     if size == 1:
         return Launched()
     local_rank = _number(environment, family.local_rank, rank)
     local_size = _number(environment, family.local_size, size)
     if not 0 <= local_rank < local_size <= size:
-        raise UsageError(
+        raise NotLaunched(
             f"{family.local_rank} ({local_rank}) must be below {family.local_size} ({local_size}),"
             f" and that at most {family.size} ({size})"
         )
@@ -146,14 +148,14 @@ def _where(environment: Mapping[str, str], family: _Family, one_host: bool) -> t
         job = next((environment[name] for name in family.jobs if name in environment), "")
         address = address or (LOOPBACK if one_host else None)
     if address is None:
-        raise UsageError(
+        raise NotLaunched(
             "MASTER_ADDR must be set to the host of rank 0, and MASTER_PORT to a free port there,"
             " on every rank: there are several hosts"
         )
     if port is not None:
         return address, _port(port)
     if not job:
-        raise UsageError("MASTER_PORT must be set to a free port of rank 0's host, on every rank")
+        raise NotLaunched("MASTER_PORT must be set to a free port of rank 0's host, on every rank")
     return address, _FIRST_PORT + int.from_bytes(blake2b(job.encode()).digest()[:4]) % _PORTS
 
 
@@ -165,7 +167,7 @@ def first_host(nodes: str) -> tuple[str, bool]:
     """
     found = re.fullmatch(r"((?:[\w.-]|\[\w[^\[\]]*\])+)(?:,.+)?", nodes)
     if found is None:
-        raise UsageError(
+        raise NotLaunched(
             f"SLURM_STEP_NODELIST ({nodes}) must be a list of hosts; or set MASTER_ADDR and"
             " MASTER_PORT, on every rank"
         )
@@ -175,7 +177,7 @@ def first_host(nodes: str) -> tuple[str, bool]:
 
 def _port(text: str) -> int:
     if not text.strip().isdecimal() or not 1 <= int(text) <= 65535:
-        raise UsageError(f"MASTER_PORT ({text}) must be a whole number from 1 to 65535")
+        raise NotLaunched(f"MASTER_PORT ({text}) must be a whole number from 1 to 65535")
     return int(text)
 
 
@@ -187,4 +189,4 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name} ({text}) must be a whole number") from None
+        raise NotLaunched(f"{name} ({text}) must be a whole number") from None

@@ -31,6 +31,7 @@ from paceline.errors import (
     Outlived,
     PacelineError,
     PeerLost,
+    RunLost,
     UsageError,
     WorkerFailed,
     summary_of,
@@ -636,7 +637,7 @@ def rank_main(config: Message, fds: list[int]) -> int:
         import torch
 
         torch.set_num_threads(config["threads"])
-        transport = _connect(config, fds[1])
+        transport = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
         channel.send({"kind": "entered"})
         if transport.late and not config["seen"] and config["rank"] not in config["late"]:
             return 1  # who was here before was not able to say so: it was lost
@@ -647,11 +648,12 @@ def rank_main(config: Message, fds: list[int]) -> int:
     except Outlived:  # it is lost, and another may follow it
         return 1
     except BaseException as error:
+        error = error.loss if isinstance(error, RunLost) else error
         channel.send(_describe(error))
         return getattr(error, "exit_code", 1)
 
 
-def _connect(config: Message, fd: int) -> Transport:
+def _connect(config: Message, fd: int, tell: Callable[[PeerLost], None]) -> Transport:
     rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
     if config["transport"] == "shared_memory":
         from paceline.comm.shared_memory import SharedMemoryTransport
@@ -660,7 +662,7 @@ def _connect(config: Message, fd: int) -> Transport:
         return SharedMemoryTransport(fd, rank, size, limits, started_s, late, config["elastic"])
     from paceline.comm.distributed import connect_on_loopback
 
-    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"])
+    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], tell)
 
 
 def _describe(error: BaseException) -> Message:

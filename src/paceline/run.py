@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,17 @@ from paceline.comm.base import Limits, Transport
 from paceline.comm.metered import MeteredTransport
 from paceline.comm.replayed import Replay
 from paceline.comm.simulated import SimulatedTransport, World
-from paceline.errors import NotSaved, PacelineError, Served, UsageError, WorkerFailed
+from paceline.errors import (
+    CommTimeout,
+    NotLaunched,
+    NotSaved,
+    PacelineError,
+    PeerLost,
+    RunLost,
+    Served,
+    UsageError,
+    WorkerFailed,
+)
 from paceline.folder import (
     RankFiles,
     RecordedRun,
@@ -473,7 +484,8 @@ def init(
     """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
     The launcher's environment variables say who this process is; without them it is a world of one.
-    On leaving the block the worker is finished. A rank that is no worker ends inside it.
+    On leaving the block the worker is finished. A rank that is no worker ends inside it. When a
+    rank is lost, all others end, with a sentence that names it and exit code 3.
 
     Args:
         strategy: a name, a name with options, or an object; the same on every rank.
@@ -488,12 +500,44 @@ def init(
     Raises:
         NotSaved: the model could not be written to ``out``.
     """
-    method = make_strategy(strategy)
+    with _ending_in_words():
+        method = make_strategy(strategy)
+        place = _attending(method, device, seed, limits, rank_order, out, on_metric, trace)
+        with place as worker:
+            yield worker
+
+
+@contextmanager
+def _ending_in_words() -> Iterator[None]:
+    """End this process with a sentence, and the code for it, when a rank was lost."""
+    try:
+        yield
+    except (PeerLost, CommTimeout, NotLaunched) as error:
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        print(f"paceline: {error}{notes}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+@contextmanager
+def _attending(
+    method: Strategy,
+    device: str,
+    seed: int,
+    limits: Limits | None,
+    rank_order: bool,
+    out: str | PathLike[str] | None,
+    on_metric: OnMetric | None,
+    trace: bool,
+) -> Iterator[Worker]:
+    """The worker of this process; see :func:`init`."""
     check_seed(seed)
     if out is not None:
         check_out(out)
     place = launched()
-    transport = _connect(place, limits or Limits(), rank_order)
+    try:
+        transport = _connect(place, limits or Limits(), rank_order)
+    except RunLost as end:
+        raise end.loss from None
     workers = workers_in(method, transport.size) if transport.size > 1 else 1
     files = RankFiles(out, transport.rank, trace=trace)
     seed_user_generators(seed, transport.rank)
@@ -513,16 +557,25 @@ def init(
         on_event=say_event,
     )
     try:
-        yield worker
-        worker.finish()
-        model_error = files.save_answer(worker.model) if worker.leads else None
+        try:
+            yield worker
+            worker.finish()
+            model_error = files.save_answer(worker.model) if worker.leads else None
+        except Served:
+            transport.close()
+            raise SystemExit(0) from None
         transport.close()
         if model_error is not None:
             raise NotSaved(out, model_error)
-    except Served:
-        transport.close()
-        raise SystemExit(0) from None
+    except (RunLost, PeerLost) as error:
+        loss = error.loss if isinstance(error, RunLost) else transport.first_loss(error)
+        _note(loss, worker)
+        raise loss from None
+    except PacelineError as error:
+        _note(error, worker)
+        raise
     finally:
+        transport.give_up()
         files.close()
 
 
@@ -540,13 +593,14 @@ def attend(
 ) -> Result | None:
     """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
     book, began_s = RunBook(None, on_metric), time.monotonic()
-    how: dict[str, Any] = {"strategy": strategy, "device": device, "seed": seed, "trace": trace}
-    not_saved = None
+    method, not_saved = make_strategy(strategy), None
+    place = _attending(method, device, seed, None, False, out, book.metric, trace)
     try:
-        with init(out=out, on_metric=book.metric, **how) as worker:
+        with place as worker:
             if workers not in (None, worker.size):
                 raise UsageError(f"workers ({workers}) must be {worker.size}, as the launcher says")
-            run_worker(worker, train, arguments or {})
+            train(worker, **(arguments or {}))
+            worker.finish()
             summaries = gather_summaries(worker)
     except NotSaved as error:
         not_saved = error
@@ -587,7 +641,11 @@ def _connect(place: Launched, limits: Limits, rank_order: bool) -> Transport:
 
     if place.size == 1:
         return SoloTransport()
-    return connect_launched(place, limits, rank_order=rank_order)
+
+    def tell(loss: PeerLost) -> None:
+        print(f"paceline: {loss}, on rank {place.rank}", file=sys.stderr, flush=True)
+
+    return connect_launched(place, limits, rank_order=rank_order, tell=tell)
 
 
 def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> None:
@@ -597,9 +655,17 @@ def run_worker(worker: Worker, train: Train, arguments: Mapping[str, Any]) -> No
         worker.finish()
     except Served:
         pass
+    except RunLost as end:
+        _note(end.loss, worker)
+        raise end.loss from None
     except PacelineError as error:
-        error.add_note(f"on rank {worker.rank} at {worker.world.now():.6f} s")
+        _note(error, worker)
         raise
+
+
+def _note(error: PacelineError, worker: Worker) -> None:
+    """Say with an error where and when it came about."""
+    error.add_note(f"on rank {worker.rank} at {worker.world.now():.6f} s")
 
 
 def refuse_under_launcher() -> None:

@@ -36,16 +36,18 @@ class Limits:
 
     Args:
         dead_s: a peer whose process is stopped for this long is lost (a dead one is lost at once).
+        start_s: how long ranks of torch.distributed wait at the start for those that never come.
         progress_limit_s: the longest wait for a peer that is alive but busy.
         notice_s: after this long, a wait says on standard error whom it waits for.
     """
 
     dead_s: float = 5.0
+    start_s: float = 300.0
     progress_limit_s: float = 600.0
     notice_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("dead_s", "progress_limit_s", "notice_s"):
+        for name in ("dead_s", "start_s", "progress_limit_s", "notice_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} ({getattr(self, name)}) must be above 0")
 
@@ -310,6 +312,13 @@ class Transport(ABC):
     def uncharged(self) -> Transport:
         """The same place for what only measures the run: where time is virtual, it takes none."""
         return self
+
+    def first_loss(self, error: PeerLost) -> PeerLost:
+        """The loss that an error came of, where the first one ends the run: of the same, or it."""
+        return error
+
+    def give_up(self) -> None:  # noqa: B027 - only where threads of this rank look after others
+        """Hear that this rank ends by an error, without :meth:`close`."""
 
     @abstractmethod
     def close(self) -> None:

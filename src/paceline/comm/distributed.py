@@ -13,7 +13,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,47 +26,79 @@ from paceline.comm.base import Factor, Limits, Transport, Work
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.liveness import Peers, Watch
 from paceline.comm.mail import Mail
-from paceline.errors import MessageMismatch, PeerLost, UsageError
+from paceline.errors import MessageMismatch, NotLaunched, PeerLost
 from paceline.launched import Launched
 
+Tell = Callable[[PeerLost], None]
+_PREFIX = "paceline"
 _OPS = ("all_reduce", "broadcast")
 _TICK = timedelta(seconds=0.25)
 _SIOCGIFADDR = 0x8915
 _POLL_S = 0.005
-_STAY_S = 1.0
 _NCCL_POLL_S = 2e-5
 
 
 def connect_on_loopback(
-    fd: int, port: int, rank: int, size: int, limits: Limits, started_s: float
+    fd: int, port: int, rank: int, size: int, limits: Limits, started_s: float, tell: Tell
 ) -> DistributedTransport:
     """Join the run of a launcher on this host, which listens at ``fd``."""
-    store = open_store("127.0.0.1", port, rank, size, fd)
-    return _join(store, "127.0.0.1", rank, size, limits, started_s)
+    with _watched(rank, size, limits, tell) as peers:
+        peers.awaits([0], "rank 0")
+        store = open_store("127.0.0.1", port, rank, size, fd)
+        return _join(store, "127.0.0.1", rank, size, limits, started_s, peers)
 
 
 def connect_launched(
-    place: Launched, limits: Limits, *, rank_order: bool = False
+    place: Launched, limits: Limits, *, rank_order: bool = False, tell: Tell
 ) -> DistributedTransport:
     """Join the run that a launcher has started (torchrun, mpirun, srun, Ray)."""
     started_s = time.monotonic()
     rank, size, host, port = place.rank, place.size, place.address, place.port
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return DistributedTransport(
-            store, rank, size, limits, started_s, rank_order, owns_groups=False
-        )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        agent = dist.TCPStore(host, port, size, False)
-        store = dist.PrefixStore(f"attempt_{attempt}", agent)
-    else:
-        store = open_store(host, port, rank, size)
-    return _join(store, host, rank, size, limits, started_s, rank_order, place.local_size)
+    with _watched(rank, size, limits, tell) as peers:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            return DistributedTransport(
+                store, rank, size, limits, peers, started_s, rank_order, owns_groups=False
+            )
+        if rank or agent:
+            _reach(host, port, peers)
+        with peers.explaining("the start", 0), peers.asking():
+            store = open_store(host, port, None if agent else rank, size)
+        if agent:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
+        here = place.local_size
+        return _join(store, host, rank, size, limits, started_s, peers, rank_order, here)
 
 
-def open_store(host: str, port: int, rank: int, size: int, fd: int | None = None) -> dist.Store:
+@contextmanager
+def _watched(rank: int, size: int, limits: Limits, tell: Tell) -> Iterator[Peers]:
+    """Those that look after the others; until the end of the run, if it comes to begin."""
+    peers = Peers(rank, size, limits, tell)
+    try:
+        yield peers
+    except BaseException:
+        peers.close()
+        raise
+
+
+def _reach(host: str, port: int, peers: Peers) -> None:
+    """Wait until somebody listens there."""
+    while True:
+        try:
+            socket.create_connection((host, port), 1.0).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        peers.awaits([0], f"rank 0 at {host}:{port} ({why})")
+        time.sleep(_TICK.total_seconds())
+
+
+def open_store(
+    host: str, port: int, rank: int | None, size: int, fd: int | None = None
+) -> dist.Store:
     """A store of our own: rank 0 listens on the one address that was given, and on no other."""
     if rank != 0:
         if fd is not None:
@@ -75,7 +108,7 @@ def open_store(host: str, port: int, rank: int, size: int, fd: int | None = None
         try:
             fd = socket.create_server((host, port)).detach()
         except OSError as error:
-            raise UsageError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+            raise NotLaunched(f"cannot listen at {host}:{port}: {error.strerror}") from None
     return dist.TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=fd)
 
 
@@ -86,19 +119,19 @@ def _join(
     size: int,
     limits: Limits,
     started_s: float,
+    peers: Peers,
     rank_order: bool = False,
     local_size: int | None = None,
 ) -> DistributedTransport:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    dist.init_process_group(
-        _backend(local_size or size),
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=_forever(limits),
-    )
-    return DistributedTransport(store, rank, size, limits, started_s, rank_order)
+    peers.meet(dist.PrefixStore(_PREFIX, store))
+    backend = _backend(local_size or size)
+    with peers.explaining("the start"):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=_forever(limits)
+        )
+    return DistributedTransport(store, rank, size, limits, peers, started_s, rank_order)
 
 
 def _backend(here: int) -> str:
@@ -260,6 +293,7 @@ class DistributedTransport(Transport):
         rank: this rank.
         size: how many there are.
         limits: how long to wait.
+        peers: looks after the others; has met them, unless torch.distributed was there before.
         started_s: the monotonic time that the run's clock begins at.
         rank_order: sum in rank order, bit for bit as the other transports do; slower.
         owns_groups: whether torch.distributed was initialised for this transport alone.
@@ -271,6 +305,7 @@ class DistributedTransport(Transport):
         rank: int,
         size: int,
         limits: Limits,
+        peers: Peers,
         started_s: float = 0.0,
         rank_order: bool = False,
         owns_groups: bool = True,
@@ -279,9 +314,11 @@ class DistributedTransport(Transport):
         self._owns_groups = owns_groups
         self._limits, self._started_s = limits, started_s
         self._nccl = "nccl" in str(dist.get_backend_config())
-        self._store = dist.PrefixStore("paceline", store)
+        self._store = dist.PrefixStore(_PREFIX, store)
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._peers = Peers(self._store, rank, size, limits)
+        self._peers = peers
+        if not owns_groups:
+            peers.meet(self._store)
         self._mail = Mail(rank, size, limits, self._peers)
         self._group(tuple(range(size)))
 
@@ -303,23 +340,29 @@ class DistributedTransport(Transport):
         return self._mail.retired
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+        self._peers.check()
         return self._mail.start_send(x, dst, tag)
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        self._peers.check()
         return self._mail.post(x, dst, tag)
 
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
     ) -> tuple[int, Tensor]:
+        self._peers.check()
         return self._mail.take(like, sources, tag, op, watch)
 
     def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+        self._peers.check()
         return self._mail.take_now(like, sources, tag)
 
     def publish(self, x: Tensor) -> int:
+        self._peers.check()
         return self._mail.publish(x)
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        self._peers.check()
         return self._mail.peek(src, like)
 
     def shelve(self, x: Tensor, shelf: int) -> None:
@@ -341,8 +384,10 @@ class DistributedTransport(Transport):
         _Collective(self, self._group(members), "broadcast", x, 1, src).wait()
 
     def _group(self, members: tuple[int, ...]) -> _Group:
+        self._peers.check()
         if members not in self._groups:
-            self._groups[members] = _Group(members, self._limits)
+            with self._peers.explaining("the making of a group"):
+                self._groups[members] = _Group(members, self._limits)
         return self._groups[members]
 
     def finish(self, work: Any, op: str, members: tuple[int, ...]) -> None:
@@ -356,10 +401,11 @@ class DistributedTransport(Transport):
             except RuntimeError as error:
                 watch = watch or Watch(op, self._limits)
                 if "timed out" not in str(error).lower():
-                    raise self._find_lost(others, watch) from None
+                    raise self._peers.find_lost(watch, others) from None
                 gone = {r: why for r in others if (why := self._mail.why_gone(r)) is not None}
                 if gone:
-                    raise self._lost(gone, watch) from None
+                    raise self._peers.lost(watch, gone) from None
+                self._peers.check()
                 watch.keep_patience(others)
 
     def _wait_a_tick(self, work: Any) -> None:
@@ -374,40 +420,12 @@ class DistributedTransport(Transport):
             time.sleep(_NCCL_POLL_S)
         work.wait()
 
-    def _find_lost(self, others: Sequence[int], watch: Watch) -> Exception:
-        """A connection broke: give the reason a moment to show."""
-        deadline_s = time.monotonic() + self._limits.dead_s
-        while time.monotonic() < deadline_s:
-            gone = {r: why for r in others if (why := self._mail.why_gone(r)) is not None}
-            if gone:
-                return self._lost(gone, watch)
-            time.sleep(0.05)
-        return watch.lost(list(others), "a connection to one of them broke")
-
-    def _lost(self, gone: dict[int, str], watch: Watch) -> PeerLost:
-        """Name those that were lost first: others may have given up because of them."""
-        stopped = [rank for rank in range(self.size) if self._peers.is_stopped(rank)]
-        if stopped:  # then who has ended has not died, but given up
-            gone = {rank: gone.get(rank, "it has been stopped") for rank in stopped}
-        try:
-            first = self._store.compare_set("lost", "", ",".join(map(str, gone))).decode()
-            gone = {r: gone.get(r, "another rank lost it") for r in map(int, first.split(","))}
-            self._let_others_hear(self.size - len(gone))
-        except RuntimeError:
-            pass  # the store went with its rank
-        return watch.lost(list(gone), next(iter(gone.values())))
-
-    def _let_others_hear(self, survivors: int) -> None:
-        """Rank 0 takes the store with it, so it stays a moment for those that are to ask it."""
-        heard, until_s = self._store.add("lost/heard", 1), time.monotonic() + _STAY_S
-        while self.rank == 0 and heard < survivors and time.monotonic() < until_s:
-            time.sleep(_POLL_S)
-            heard = self._store.add("lost/heard", 0)
-
     # Clock and data ------------------------------------------------------------------------------
 
     def ticket(self, queue: int, epoch: int) -> int | None:
-        return int(self._store.add(f"queue/{queue}/{epoch}", 1)) - 1
+        self._peers.check()
+        with self._peers.explaining("the drawing of a batch", 0), self._peers.asking():
+            return int(self._store.add(f"queue/{queue}/{epoch}", 1)) - 1
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return like.new_zeros(numel)
@@ -422,19 +440,27 @@ class DistributedTransport(Transport):
         if self._owns_groups and self._mail.closed and dist.is_initialized():
             dist.destroy_process_group()
 
+    def first_loss(self, error: PeerLost) -> PeerLost:
+        return self._peers.first_loss(error)
+
+    def give_up(self) -> None:
+        self._peers.close()
+
     def _meet_to_part(self) -> None:
         """Wait until all have heard that all leave: a connection closed before then loses words."""
-        try:
-            heard = self._store.add("heard", 1)
-            while heard < self.size and len(self._lost_now()) < self.size - heard:
+        with suppress(RuntimeError):  # the store went with rank 0, which had seen everyone part
+            heard = self._count_heard(1)
+            while heard < self.size and len(self._ended()) < self.size - heard:
                 time.sleep(_POLL_S)
-                heard = self._store.add("heard", 0)
-        except RuntimeError:
-            pass  # the store went with rank 0, which had seen everyone part
+                heard = self._count_heard(0)
 
-    def _lost_now(self) -> list[int]:
+    def _count_heard(self, more: int) -> int:
+        with self._peers.asking():
+            return int(self._store.add("heard", more))
+
+    def _ended(self) -> list[int]:
         others = (rank for rank in range(self.size) if rank != self.rank)
-        return [rank for rank in others if self._peers.why_lost(rank) is not None]
+        return [rank for rank in others if self._peers.has_ended(rank)]
 
 
 def _forever(limits: Limits) -> timedelta:

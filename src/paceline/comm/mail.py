@@ -120,7 +120,8 @@ class Mail:
     def __init__(self, rank: int, size: int, limits: Limits, peers: Peers) -> None:
         self.rank, self.size = rank, size
         self._limits, self._peers = limits, peers
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        with peers.explaining("the start"):
+            self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
         self._inbox: list[tuple[int, Header]] = []
         self._windows: dict[int, tuple[int, Header]] = {}
@@ -143,14 +144,15 @@ class Mail:
         return self._peers.why_lost(rank) if rank != self.rank else None
 
     def close(self) -> None:
-        """Say that this rank leaves, and wait until the others have, so that all can be told."""
+        """Say that this rank leaves, and wait until all others have; a lost one never does."""
         if self.rank in self._left:
             return
         for (src, _), fetch in self._fetches.items():
             self._await(fetch, src)
         self._tell_all(Kind.LEFT)
         self._left.add(self.rank)
-        while any(self.why_gone(rank) is None for rank in range(self.size)):
+        while len(self._left) < self.size:
+            self._peers.check()
             with self._changed:
                 self._changed.wait(_TICK_S)
 
@@ -202,9 +204,10 @@ class Mail:
             if value is not None:
                 return value
             if gone and any_loss:
-                raise watch.lost(list(gone), next(iter(gone.values())))
+                raise self._peers.lost(watch, gone)
             if len(gone) == len(peers):
-                raise PeersGone if op == "recv_any" else watch.lost(peers, gone[peers[0]])
+                raise PeersGone if op == "recv_any" else self._peers.lost(watch, gone)
+            self._peers.check()
             watch.keep_patience(peers)
 
     # Sending -------------------------------------------------------------------------------------
@@ -396,6 +399,7 @@ class Mail:
                 self._held.pop(header.number, None)
             elif header.kind == Kind.LEFT:
                 self._left.add(src)
+                self._peers.leaves(src)
             elif header.kind == Kind.RETIRED:
                 self.retired |= {src}
             elif header.kind == Kind.STOP:
