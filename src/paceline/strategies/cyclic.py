@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.errors import PeerLost, UsageError
-from paceline.guard import norm
+from paceline.guard import is_sound, norm
 from paceline.options import at_least
 from paceline.strategies.served import ABSENT, GradientServed, Request, Served
 
@@ -241,12 +241,18 @@ class Cyclic(GradientServed):
             a = x if self.accrued is None else self.accrued
             return a / self.pending if self.pending and self.scale == "mean" else a
         way = x - self.origin
-        if self.pending and not self.guard.admits(norm(way), self.comm.rank, "move"):
+        if self.pending and not self._admits(way):
             self.replica.forget_moments()
             self.pending = 0
             x.copy_(self.origin)
             way.zero_()
         return way
+
+    def _admits(self, way: Tensor) -> bool:
+        """Whether a way is good; once this worker is set aside, what it went before counts."""
+        if self.comm.rank in self.guard.aside:
+            return is_sound(way)
+        return self.guard.admits(norm(way), self.comm.rank, "move")
 
     def _begin_at(self, x: Tensor) -> None:
         if self.moves:
