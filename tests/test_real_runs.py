@@ -235,6 +235,17 @@ def test_ranks_reduce_stop_together_and_have_the_command_line(world, strategy, m
 # When something is wrong -------------------------------------------------------------------------
 
 
+@on_shared_memory
+def test_long_messages_come_whole_between_signals():
+    train, lengths = runs.log_long_texts_between_signals, [100_000, 2_000_000, 65_536, 1, 1_000_000]
+    how = {"lengths": lengths, "raises": False}
+    result = pl.launch(train, workers=2, arguments=how)
+    told = {rank: [len(m["text"]) for m in result.metrics if m["rank"] == rank] for rank in (0, 1)}
+    assert told == {0: lengths, 1: lengths}
+    with pytest.raises(pl.WorkerFailed, match=r"TimeoutError: . has told 2!"):
+        pl.launch(train, workers=1, arguments={**how, "raises": True})
+
+
 @on_both
 def test_a_rank_that_raises_is_named_with_its_own_traceback(world, capfd):
     with pytest.raises(pl.WorkerFailed) as caught:

@@ -610,12 +610,28 @@ class Channel:
     """A rank's way to tell its launcher something."""
 
     def __init__(self, fd: int) -> None:
-        self._file = os.fdopen(fd, "wb", buffering=0)
+        self._fd, self._lock = fd, threading.RLock()
 
     def send(self, message: Message) -> None:
-        """Send one message; a launcher that is gone does not mind."""
-        with suppress(BrokenPipeError):
-            self._file.write(json.dumps(message).encode() + b"\n")
+        """Send one message, whole and in one piece; a launcher that is gone does not mind.
+
+        A pipe takes 64 KB at a time, and a signal cuts the write of a longer one short. So signals
+        wait until all of it is written: their handlers may raise, or send something themselves.
+        """
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        with self._lock, _signals_wait(), suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Have no signal handled in this thread meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def rank_main(config: Message, fds: list[int]) -> int:

@@ -286,6 +286,23 @@ def log_surroundings(worker: pl.Worker) -> None:
     worker.log(threads=torch.get_num_threads(), told=os.environ.get("PACELINE_TEST_WORD"))
 
 
+def log_long_texts_between_signals(worker: pl.Worker, lengths: list[int], raises: bool) -> None:
+    """With an alarm that goes on all the time, and whose handler may end the training."""
+
+    def ring(number: int, frame: Any) -> None:
+        if raises and len(told) > 1:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            raise TimeoutError(f"{worker.rank} has told {len(told)}" + "!" * 100_000)
+
+    told: list[int] = []
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
+    for length in lengths:
+        told.append(length)
+        worker.log(text="x" * length)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def log_sockets(worker: pl.Worker) -> None:
     """In the middle of a run: the TCP sockets of this rank, and where it and the others listen."""
     net, sgd = set_up(worker)
