@@ -20,27 +20,26 @@ from paceline.drill.scenario import load_scenarios
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 
 
-def line(finding: dict[str, Any]) -> str:
-    """A finding as a row."""
-    look = finding["look"]
+def line(row: dict[str, Any]) -> str:
+    """A row of the outcome as a line of the table."""
     cells = [
-        f"`{finding['method']}`",
-        finding["happened"],
-        "" if look["notice_s"] is None else f"{look['notice_s']:.2f} s",
-        "" if look["gap_s"] is None else f"{look['gap_s']:.2f} s",
-        "" if look["throughput"] is None else f"{look['throughput']:.2f}",
-        accuracy(finding),
-        finding["outcome"],
+        f"`{row['method']}`",
+        row["happened"],
+        "" if row["noticed_s"] is None else f"{row['noticed_s']:.2f} s",
+        "" if row["gap_s"] is None else f"{row['gap_s']:.2f} s",
+        "" if row["throughput"] is None else f"{row['throughput']:.2f}",
+        accuracy(row),
+        row["outcome"],
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def accuracy(finding: dict[str, Any]) -> str:
+def accuracy(row: dict[str, Any]) -> str:
     """That of the run, and those of undisturbed ones."""
-    if finding["accuracy"] is None:
+    if row["accuracy"] is None:
         return ""
-    mean, deviation = finding["undisturbed"]
-    return f"{finding['accuracy']:.3f} ({mean:.3f} ± {deviation:.3f})"
+    mean, deviation = row["undisturbed"]
+    return f"{row['accuracy']:.3f} ({mean:.3f} ± {deviation:.3f})"
 
 
 def main() -> None:
@@ -50,9 +49,9 @@ def main() -> None:
         words = [sys.executable, "-m", "paceline", "drill", "--json"]
         text = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False).stdout
     outcome = json.loads(text.splitlines()[-1])
-    lines = [f"{outcome['passed']} of {len(outcome['findings'])} passed.", ""]
+    lines = [f"{outcome['passed']} of {len(outcome['rows'])} passed.", ""]
     for case, scenario in load_scenarios().items():
-        rows = [line(finding) for finding in outcome["findings"] if finding["case"] == case]
+        rows = [line(row) for row in outcome["rows"] if row["case"] == case]
         if not rows:
             continue
         lines += [f"**{case}**: {scenario.about} ({', '.join(scenario.ids)})", ""]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -51,7 +57,10 @@ def test_a_scenario_runs_in_virtual_time(method):
     assert finding.passed, finding.failures
     assert finding.look.gap_s is not None and finding.look.gap_s < 1
     assert "rank 1 lost" in finding.happened
-    assert json.loads(json.dumps(finding.to_json()))["passed"]
+    row, look = json.loads(json.dumps(finding.to_json())), finding.look
+    assert row["passed"] and row["world"] == "simulated"
+    assert (row["noticed_s"], row["gap_s"]) == (look.notice_s, look.gap_s)
+    assert (row["throughput"], row["accuracy"]) == (look.throughput, finding.accuracy)
 
 
 def test_what_is_not_as_it_has_to_be_is_told():
@@ -94,9 +103,74 @@ def test_of_several_runs_the_worst_figures_count():
     assert worst(looks) == Look(1.0, 0.1, 3.0, 0.7)
 
 
-def test_what_is_left_behind_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+HOLDER = """
+import sys, time
+with open(sys.argv[2], "w"):
+    print("there", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(memory, environment):
+    """A process that looks like a rank, and has shared memory."""
+    words = [sys.executable, "-c", HOLDER, "paceline.nursery", str(memory)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    try:
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        memory.unlink()
+
+
+@pytest.fixture
+def memory(monkeypatch):
     monkeypatch.setattr("paceline.drill.leftovers.PATIENCE_S", 0.0)
-    before = Leftovers()
-    (tmp_path / "paceline-left").touch()
-    assert f"{tmp_path}/paceline-left" in before.found()
+    return Path(f"/dev/shm/paceline-test-{os.getpid()}")
+
+
+def test_what_is_left_behind_is_found_and_told_once(memory):
+    with Leftovers() as left:
+        file = Path(tempfile.gettempdir(), "of-any-name")
+        file.touch()
+        Path(tempfile.gettempdir(), "torchinductor_somebody").mkdir()  # a cache, which may stay
+        with holder(memory, dict(os.environ)) as process:
+            wanted = [f"process {process.pid}", str(file), str(memory)]
+            assert sorted(left.found()) == sorted(wanted)
+            assert left.found() == []
+    assert not file.exists()
+
+
+def test_what_another_run_has_beside_is_not_taken_for_left_behind(memory):
+    """Another drill, say: it looks the same, but for its mark and its folder."""
+    environment, tempdir = dict(os.environ), tempfile.gettempdir()
+    with (
+        Leftovers() as left,
+        holder(memory, environment),
+        tempfile.TemporaryDirectory(prefix="paceline-drill-", dir=tempdir),
+    ):
+        assert left.found() == []
+    assert (dict(os.environ), tempfile.gettempdir()) == (environment, tempdir)
+
+
+ROW = {
+    "case": "exception",
+    "method": "gossip",
+    "passed": True,
+    "noticed_s": None,
+    "gap_s": None,
+    "throughput": None,
+    "accuracy": None,
+    "outcome": "passed",
+}
+
+
+@pytest.mark.parametrize("world", ["real", "simulated"])
+def test_the_command_ends_with_rows_as_every_other_table(paceline, world):
+    line = ["drill", "exception", "-s", "gossip", "--json", *["--sim"][: world == "simulated"]]
+    told = json.loads(paceline(*line).out.splitlines()[-1])
+    (row,) = told["rows"]
+    assert told["passed"] == 1
+    assert row.items() >= {**ROW, "world": world}.items()

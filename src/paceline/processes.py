@@ -121,6 +121,11 @@ class Nursery:
             if nursery._process is not None:
                 nursery._process.wait()
 
+    @classmethod
+    def idle_pids(cls) -> set[int]:
+        """The nurseries of this process that wait for its next run."""
+        return {nursery._process.pid for nursery in cls._idle if nursery._process is not None}
+
     def has_ended(self) -> bool:
         """Whether the process is gone, or never came."""
         return self._process is None or self._process.poll() is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from paceline.cli.screen import Screen
 from paceline.drill.conduct import Finding, conduct
+from paceline.drill.leftovers import Leftovers
 from paceline.drill.scenario import Scenario, find_scenario, load_scenarios
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, make_strategy
@@ -51,13 +53,14 @@ def drill(
 ) -> None:
     """Try them all, say what came of each as it comes, and end with the table."""
     findings = []
-    for case, scenario, method in trials:
-        finding = conduct(case, scenario, method, virtual=virtual, seeds=seeds)
-        findings.append(finding)
-        screen.say(f"{case}, {method}: {finding.outcome} ({finding.seconds:.0f} s)")
+    with nullcontext() if virtual else Leftovers() as left:
+        for case, scenario, method in trials:
+            finding = conduct(case, scenario, method, virtual=virtual, seeds=seeds, left=left)
+            findings.append(finding)
+            screen.say(f"{case}, {method}: {finding.outcome} ({finding.seconds:.0f} s)")
     screen.table(HEADINGS, [row(finding) for finding in findings])
     passed = sum(finding.passed for finding in findings)
-    screen.emit({"findings": [f.to_json() for f in findings], "passed": passed})
+    screen.emit({"rows": [f.to_json() for f in findings], "passed": passed})
     if any(finding.failures for finding in findings):
         raise SystemExit(1)
 

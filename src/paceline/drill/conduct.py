@@ -94,21 +94,42 @@ class Finding:
         return "; ".join(self.failures or ["passed", *self.unreached])
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {**asdict(self), "passed": self.passed, "outcome": self.outcome}
+        """A row of ``--json``; a figure that was not measured is None."""
+        figures = {name: value for name, value in asdict(self).items() if name != "look"}
+        look = self.look
+        return {
+            **figures,
+            "passed": self.passed,
+            "noticed_s": look.notice_s,
+            "gap_s": look.gap_s,
+            "throughput": look.throughput,
+            "fault_s": look.fault_s,
+            "outcome": self.outcome,
+        }
 
 
 def conduct(
-    case: str, scenario: Scenario, method: str, *, virtual: bool = False, seeds: int = 1
+    case: str,
+    scenario: Scenario,
+    method: str,
+    *,
+    virtual: bool = False,
+    seeds: int = 1,
+    left: Leftovers | None = None,
 ) -> Finding:
-    """Make it happen, and say what came of it; faults, with so many seeds."""
-    began_s, left = time.monotonic(), Leftovers()
+    """Make it happen, and say what came of it, and what it ``left`` behind.
+
+    Args:
+        seeds: how many runs of each fault.
+        left: looks after the processes; None where there are none.
+    """
+    began_s = time.monotonic()
     finding = Finding(case, method, "simulated" if virtual else "real")
     if scenario.kind == "faults":
         _faults(finding, scenario, virtual, seeds)
     else:
         _OTHERS[scenario.kind](finding, scenario, virtual)
-    if not virtual:
+    if left is not None:
         finding.failures += [f"left behind: {what}" for what in left.found()]
     finding.seconds = time.monotonic() - began_s
     return finding

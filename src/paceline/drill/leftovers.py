@@ -1,50 +1,126 @@
-"""What a run must not leave behind: processes, shared memory, temporary files."""
+"""What a drill's runs must not leave behind: processes, shared memory, temporary files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.processes import Nursery
 
 PATIENCE_S = 10.0
 """A process that is still there so long after its run has ended hangs."""
+MARK = "PACELINE_DRILL"
+"""The variable that tells the processes of a drill from all others."""
+SHARED_MEMORY = Path("/dev/shm")
+CACHE = "torchinductor_"
+"""How the folder begins in which torch keeps compiled code from one run to the next."""
 
 
 class Leftovers:
-    """Looks around before a run; :meth:`found` tells what is there afterwards that was not."""
+    """Looks after what is started within it, and after nothing else on the machine.
 
-    def __init__(self) -> None:
-        self._before = _all()
+    Processes inherit a mark in their environment, and a folder for temporary files that nobody else
+    uses. Shared memory has no such mark: what another living process holds is not counted.
+
+        with Leftovers() as left:
+            launch(train, workers=4)
+            left.found()
+    """
+
+    def __enter__(self) -> Self:
+        Nursery.stop_idle()  # ranks take their environment from it
+        self._mark = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-drill-")
+        self._environment = {name: os.environ.get(name) for name in (MARK, "TMPDIR")}
+        self._tempdir = tempfile.tempdir
+        os.environ.update({MARK: self._mark, "TMPDIR": self._folder.name})
+        tempfile.tempdir = self._folder.name
+        self._before = _names(SHARED_MEMORY)
+        self._told: set[str] = set()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        Nursery.stop_idle()
+        tempfile.tempdir = self._tempdir
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._folder.cleanup()
 
     def found(self) -> list[str]:
-        """What is left after a while that was not there before, in words."""
+        """What is left after a while, in words; each thing is told once."""
         end_s = time.monotonic() + PATIENCE_S
-        while (left := _all() - self._before) and time.monotonic() < end_s:
+        while (left := self._all() - self._told) and time.monotonic() < end_s:
             time.sleep(0.05)
+        self._told |= left
         return sorted(left)
 
+    def _all(self) -> set[str]:
+        files = _names(Path(self._folder.name)) | self._shared_memory()
+        kept = {path for path in files if path.name.startswith(CACHE)}
+        idle = Nursery.idle_pids()
+        ours = (folder.name for folder in _every_process() if self._is_ours(folder))
+        return set(map(str, files - kept)) | {
+            f"process {pid}" for pid in ours if int(pid) not in idle
+        }
 
-def _all() -> set[str]:
-    return _ranks() | _files("/dev/shm") | _files(tempfile.gettempdir(), "paceline")
+    def _shared_memory(self) -> set[Path]:
+        """What is new, belongs to this user, and is not held by a process of somebody else."""
+        new = {path for path in _names(SHARED_MEMORY) - self._before if _is_this_users(path)}
+        if new:
+            for folder in _every_process():
+                if not self._is_ours(folder) and folder.name != str(os.getpid()):
+                    new -= _held(folder)
+        return new
 
-
-def _ranks() -> set[str]:
-    """The processes that are ranks or nurseries, but for those of this process."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    def _is_ours(self, process: Path) -> bool:
         try:
-            command = (folder / "cmdline").read_bytes()
-            parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
+            environment = (process / "environ").read_bytes()
         except OSError:
-            continue
-        if b"paceline.nursery" in command and parent != os.getpid():
-            found.add(f"process {folder.name}")
-    return found
+            return False  # it has ended, or is another user's
+        return f"{MARK}={self._mark}".encode() in environment.split(b"\0")
 
 
-def _files(folder: str, name: str = "") -> set[str]:
+def _every_process() -> Iterator[Path]:
+    return Path("/proc").glob("[0-9]*")
+
+
+def _held(process: Path) -> set[Path]:
+    """The shared memory that a process has mapped or open."""
+    held = set()
     try:
-        return {f"{folder}/{entry}" for entry in os.listdir(folder) if name in entry}
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            _, _, path = line.partition(f"{SHARED_MEMORY}/")
+            held.add(SHARED_MEMORY / path)
+        for descriptor in (process / "fd").iterdir():
+            held.add(descriptor.readlink())
+    except OSError:
+        pass  # it has ended, or is another user's
+    return held
+
+
+def _is_this_users(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _names(folder: Path) -> set[Path]:
+    try:
+        return set(folder.iterdir())
     except OSError:
         return set()
