@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 
 import pytest
 from support import runs
@@ -123,6 +124,37 @@ def test_a_rank_that_is_busy_for_three_times_dead_s_is_not_lost(world):
 def test_a_rank_that_goes_on_in_time_is_not_lost():
     result = pl.launch(runs.stop_and_go_on, workers=3, arguments={"seconds": 0.5})
     assert result.steps == 3
+
+
+# The nursery -------------------------------------------------------------------------------------
+
+
+@on_shared_memory
+@pytest.mark.parametrize(
+    ("how", "more", "told"),
+    [
+        ("return", {}, None),
+        ("raise", {}, r"^rank \d: KeyError: 'no such thing'"),
+        ("kill", {}, r"^lost rank 0 in .*: it was ended by SIGKILL$"),
+        (
+            "kill",
+            {"strategy": "gossip", "max_restarts": 1, "limits": pl.Limits(dead_s=0.3)},
+            r"^the process that ranks are started from cannot start one: it has been stopped for",
+        ),
+    ],
+)
+def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, told):
+    nurseries, expected = [], nullcontext() if told is None else pytest.raises(pl.PacelineError)
+    with expected as caught:
+        pl.launch(
+            runs.stop_the_nursery,
+            workers=2,
+            arguments={"how": how},
+            on_metric=lambda record: nurseries.append(record["nursery"]),
+            **more,
+        )
+    assert told is None or re.search(told, str(caught.value))
+    assert [runs.state_of(pid) for pid in nurseries] == [None]
 
 
 # The launcher ------------------------------------------------------------------------------------

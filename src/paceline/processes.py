@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.base import Limits
-from paceline.comm.liveness import Processes
+from paceline.comm.liveness import Processes, exit_code, is_gone, is_stopped
 from paceline.control import Door
 from paceline.errors import (
     CommTimeout,
@@ -51,6 +51,7 @@ GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
 HEAR_S = 0.5
 """How long the others have to see for themselves that a rank is stopped, once one has said so."""
+STARTER = "the process that ranks are started from"
 
 Message = dict[str, Any]
 OnMessage = Callable[[int, Message], None]
@@ -68,6 +69,7 @@ class Nursery:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.ended: dict[int, int] = {}
+        self.was_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
         started = threading.Event()
         threading.Thread(target=self._keep, args=(theirs, started), daemon=True).start()
@@ -100,15 +102,18 @@ class Nursery:
         try:
             yield nursery
         finally:
-            cls._idle.append(nursery)
+            if nursery.is_stopped() or nursery.was_stopped:  # it may yet tell of ranks of this run
+                nursery.end()
+            else:
+                cls._idle.append(nursery)
 
     @classmethod
     def warm_up(cls) -> None:
         """Start a nursery for a run that comes soon, unless there is an idle one."""
         with cls._choosing:
-            for nursery in [nursery for nursery in cls._idle if nursery.has_ended()]:
+            for nursery in [n for n in cls._idle if n.has_ended() or n.is_stopped()]:
                 cls._idle.remove(nursery)
-                nursery.socket.close()
+                nursery.end()
             if not cls._idle:
                 cls._idle.append(cls())
 
@@ -116,10 +121,14 @@ class Nursery:
     def stop_idle(cls) -> None:
         """End the nurseries of this process, and wait for their end."""
         while cls._idle:
-            nursery = cls._idle.pop()
-            nursery.socket.close()
-            if nursery._process is not None:
-                nursery._process.wait()
+            cls._idle.pop().end()
+
+    def end(self) -> None:
+        """End the process, also one that is stopped, and wait for that."""
+        self.socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     @classmethod
     def idle_pids(cls) -> set[int]:
@@ -130,18 +139,29 @@ class Nursery:
         """Whether the process is gone, or never came."""
         return self._process is None or self._process.poll() is not None
 
-    def start(self, config: Message, fds: Sequence[int]) -> int:
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped now, and so tells nothing; that is remembered."""
+        stopped = self._process is not None and is_stopped(self._process.pid)
+        self.was_stopped = self.was_stopped or stopped
+        return stopped
+
+    def start(self, config: Message, fds: Sequence[int], limits: Limits) -> int:
         """Start a rank with file descriptors of its own; return its pid."""
+        itself = Processes(lambda _: self._process.pid if self._process else 0, limits)
         send_message(self.socket, config, [1, 2, *fds])
-        while (pid := self.hear()) is None:
-            pass
-        return pid
+        while True:
+            while not _readable([self.socket.fileno()]):
+                if reason := itself.why_stopped(0):
+                    raise PacelineError(f"{STARTER} cannot start one: {reason}")
+            if (pid := self.hear()) is not None:
+                self.ended.pop(pid, None)
+                return pid
 
     def hear(self) -> int | None:
         """Hear one message: the pid of a rank that started, or that one has ended."""
         heard = receive_message(self.socket)
         if heard is None:
-            raise PacelineError("the process that ranks are started from has ended")
+            raise PacelineError(f"{STARTER} has ended")
         message, _ = heard
         if "started" in message:
             return int(message["started"])
@@ -306,7 +326,7 @@ class Crew:
         self._stop = stop
         self.ranks = [Rank(number) for number in range(len(arguments))]
         self._nursery, self._common, self._arguments, self._fds = nursery, common, arguments, fds
-        self._on_message, self._losses = on_message, losses
+        self._on_message, self._losses, self._limits = on_message, losses, limits
         patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
         self._processes = Processes(lambda number: self.ranks[number].pid, patience)
         self._by_pipe: dict[int, Rank] = {}
@@ -375,7 +395,7 @@ class Crew:
         reader, writer = os.pipe()
         argument = dict(self._arguments[rank.number])
         config = {**self._common, "rank": rank.number, "argument": argument, "seen": rank.seen}
-        pid = self._nursery.start(config, [writer, *self._fds])
+        pid = self._nursery.start(config, [writer, *self._fds], self._limits)
         os.close(writer)
         os.set_blocking(reader, False)
         rank.begin(pid, reader)
@@ -427,12 +447,27 @@ class Crew:
         for rank in self.ranks:
             if rank.pipe in ready:
                 _listen(rank, self._by_pipe, self._hear)
-            if rank.running and rank.pid in nursery.ended:
+            if rank.running and (code := self._code_of(rank)) is not None:
                 _listen(rank, self._by_pipe, self._hear)
-                rank.code = nursery.ended.pop(rank.pid)
+                rank.code = code
                 self._has_ended(rank)
             elif rank.running and not (rank.entered and self._comes_back(rank)):
                 self._end_if_stopped(rank)
+
+    def _code_of(self, rank: Rank) -> int | None:
+        """How the process of ``rank`` has ended; None while it runs.
+
+        The nursery says so. While that is stopped the kernel does, which keeps how a process has
+        ended until its parent asks.
+        """
+        nursery = self._nursery
+        if rank.pid in nursery.ended:
+            return nursery.ended.pop(rank.pid)
+        if not nursery.is_stopped():
+            return None
+        if is_gone(rank.pid) and not _readable([nursery.socket.fileno()]):
+            return 1  # the nursery has asked, and was stopped before it could say
+        return exit_code(rank.pid)
 
     def _hear(self, rank: int, message: Message) -> None:
         if message["kind"] == "thaw":  # it stopped itself, and asks to be woken
@@ -520,14 +555,13 @@ class Crew:
             self._door.close()
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)
-        nursery = self._nursery
         try:
             while any(rank.running for rank in self.ranks):
+                if _readable([self._nursery.socket.fileno()]):
+                    self._nursery.hear()
                 for rank in self.ranks:
-                    if rank.running and rank.pid in nursery.ended:
-                        rank.code = nursery.ended.pop(rank.pid)
-                if any(rank.running for rank in self.ranks):
-                    nursery.hear()
+                    if rank.running:
+                        rank.code = self._code_of(rank)
         finally:
             for rank in self.ranks:
                 if rank.pipe >= 0:

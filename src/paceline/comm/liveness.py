@@ -81,7 +81,7 @@ class Processes:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the process of ``rank`` is stopped now, for however short a time."""
-        return _is_stopped(self._pid_of(rank))
+        return is_stopped(self._pid_of(rank))
 
     def has_died(self, rank: int) -> bool:
         """Whether the process of ``rank`` has ended."""
@@ -435,13 +435,29 @@ class Watch:
             print(f"paceline: {text} after {waited_s:.0f} s", file=sys.stderr, flush=True)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped now."""
+    return _stat(pid)[:1] in ([b"T"], [b"t"])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, and its parent knows how."""
+    return not _stat(pid)
+
+
+def exit_code(pid: int) -> int | None:
+    """How a process has ended that nobody has waited for yet; None when that cannot be told."""
+    stat = _stat(pid)
+    return os.waitstatus_to_exitcode(int(stat[49])) if stat[:1] == [b"Z"] else None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel says of a process, from its state on; nothing of one that is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b") ")[2][:1]
+            return file.read().rpartition(b") ")[2].split()
     except OSError:
-        return False
-    return state in (b"T", b"t")
+        return []
 
 
 def _host() -> str:
