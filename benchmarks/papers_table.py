@@ -29,10 +29,15 @@ def verdicts(seed: int) -> dict[str, Any]:
 
 def verdict_table(found: list[dict[str, Any]]) -> list[str]:
     head = " | ".join(f"seed {told['seed']}" for told in found)
-    lines = [f"| claim | source | {head} |", "|---|---|" + "---|" * len(found)]
+    lines = [
+        f"| claim | source | {head} | can the set-up decide it? |",
+        "|---|---|" + "---|" * (len(found) + 1),
+    ]
     for claims in zip(*(told["claims"] for told in found), strict=True):
         cells = " | ".join(claim["verdict"] for claim in claims)
-        lines.append(f"| `{claims[0]['id']}` | {claims[0]['source']} | {cells} |")
+        first = claims[0]
+        cells = f"{cells} | {first['decides']}"
+        lines.append(f"| `{first['id']}` | {first['source']} | {cells} |")
     return [*lines, "", f"Learning rates: SHA-256 `{found[0]['rates_sha256']}`."]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -42,6 +43,41 @@ def test_the_models_of_a_simulation_are_those_that_were_timed():
             parameters = list(model.make().parameters())
         assert sum(p.nbytes for p in parameters) == MODELS[name].bytes, name
         assert len(parameters) == MODELS[name].tensors, name
+
+
+def load(name, monkeypatch):
+    """A script of the benchmarks as a module, which may import others beside it."""
+    monkeypatch.syspath_prepend(GPU.parent)
+    spec = importlib.util.spec_from_file_location(name, GPU.with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_verdicts_says_whether_a_set_up_can_decide_its_claim(monkeypatch):
+    words = {"id": "it", "source": "abstract", "decides": "no, 1 of 2"}
+    found = [
+        {"seed": seed, "rates_sha256": "abc", "claims": [{**words, "verdict": "too small to tell"}]}
+        for seed in range(2)
+    ]
+    head, _, row, *_ = load("papers_table", monkeypatch).verdict_table(found)
+    assert head == "| claim | source | seed 0 | seed 1 | can the set-up decide it? |"
+    assert row == "| `it` | abstract | too small to tell | too small to tell | no, 1 of 2 |"
+
+
+def test_the_table_of_the_drill_is_made_of_its_rows(monkeypatch, tmp_path):
+    page, told = tmp_path / "faults.md", tmp_path / "told.json"
+    page.write_text("<!-- drill -->\n<!-- end -->\n")
+    figures = {"noticed_s": 0.1, "gap_s": 0.25, "throughput": None, "accuracy": 0.8}
+    row = {"case": "kill", "method": "gossip", "happened": "it died", "outcome": "passed"}
+    rows = [{**row, **figures, "undisturbed": [0.81, 0.01]}]
+    told.write_text(json.dumps({"rows": rows, "passed": 1}))
+    table = load("drill_table", monkeypatch)
+    monkeypatch.setattr(table, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["drill_table", str(told)])
+    table.main()
+    wanted = "| `gossip` | it died | 0.10 s | 0.25 s |  | 0.800 (0.810 ± 0.010) | passed |"
+    assert "1 of 1 passed." in page.read_text() and wanted in page.read_text()
 
 
 @pytest.mark.transport("distributed")

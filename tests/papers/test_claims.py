@@ -1,6 +1,7 @@
-"""The claims: all of them are there, say what they do, and can come out each of three ways."""
+"""The claims: all of them are there, say what they do, and can come out each of four ways."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.papers import CLAIMS, find_claim
-from paceline.papers.claim import Finding, Runs, Scope
+from paceline.papers.claim import LEAST_STEPS, Finding, Runs, Scope
 from paceline.papers.experiment import put_to_test
 from paceline.papers.rates import METHODS, OWN_COUNTS, RATES, Rates
-from paceline.papers.verdict import FAILS, HOLDS, LEAST_SEEDS, OPEN
+from paceline.papers.verdict import FAILS, HOLDS, LEAST_SEEDS, OPEN, SMALL
 from paceline.results import Result
 from paceline.seeds import MAX_SEED
 from paceline.sweep import SEEDS
@@ -130,7 +131,7 @@ def curve(level, seconds=1.0, alone=None):
 
 def convergence(key, good):
     _, _, name, workers, _ = key
-    lead = 0.02 * np.log2(workers) if name == "sasgd" else 0.0
+    lead = 0.02 * np.log2(workers) if name.startswith("sasgd") else 0.0
     return curve(0.8 + (lead if good else -lead))
 
 
@@ -222,29 +223,93 @@ STORIES = dict(
 )
 
 
-def found(name, good):
+def found(name, good, scope=SCOPE, steps=LEAST_STEPS):
     """What a claim makes of made-up runs; ``good`` says of a seed whether they speak for it."""
     claim = find_claim(name)
     outcomes = {}
-    for key in claim.trials(SCOPE):
+    for key, trial in claim.trials(scope).items():
         told = STORIES[name](key, good(key[-1]))
-        outcomes[key] = told if isinstance(told, Outcome) else Outcome(result=told)
-    return Finding(claim, list(claim.judge(SCOPE, Runs(outcomes))), "abc")
+        if not isinstance(told, Outcome):
+            known = {"workers": trial.workers, "steps": told.steps or steps * trial.workers}
+            told = Outcome(result=replace(told, **known))
+        outcomes[key] = told
+    return Finding(claim, list(claim.judge(scope, Runs(outcomes))), "abc")
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_a_claim_can_come_out_each_of_three_ways(name):
-    assert found(name, lambda seed: True).verdict == HOLDS
-    against = found(name, lambda seed: False)
+def test_a_claim_can_come_out_each_of_three_ways_where_the_set_up_can_decide_it(name):
+    scope = WHOLE if name == "sasgd-convergence" else SCOPE  # momentum on both sides
+    spoken_for = found(name, lambda seed: True, scope)
+    assert (spoken_for.verdict, spoken_for.decides) == (HOLDS, "yes")
+    against = found(name, lambda seed: False, scope)
     assert against.verdict == FAILS
     assert against.reasons and all(isinstance(reason, str) for reason in against.reasons)
-    assert found(name, lambda seed: seed % 2 == 0).verdict == OPEN
+    assert found(name, lambda seed: seed % 2 == 0, scope).verdict == OPEN
+
+
+ABOUT_ACCURACY = [
+    "sasgd-convergence",
+    "cyclic-same-accuracy",
+    "cyclic-faster",
+    "gossip-small",
+    "gossip-large",
+]
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["for it", "against it"])
+@pytest.mark.parametrize("name", ABOUT_ACCURACY)
+def test_a_claim_about_accuracy_is_not_decided_by_few_steps(name, good):
+    finding = found(name, lambda seed: good, WHOLE, steps=LEAST_STEPS - 1)
+    assert finding.verdict == SMALL
+    assert "99 steps a worker, where 100 are needed (--full has them)" in finding.decides
+    assert f"at least {LEAST_STEPS} steps a worker" in finding.claim.words()["needs"].lower()
+    assert not finding.reasons  # no figure stands against it: none can
+
+
+@pytest.mark.parametrize("name", [name for name in IDS if name not in ABOUT_ACCURACY])
+def test_a_claim_about_something_else_needs_no_number_of_steps(name):
+    assert found(name, lambda seed: True, SCOPE, steps=1).verdict == HOLDS
+
+
+def test_momentum_on_one_side_alone_decides_nothing():
+    """In the quick form, whose file of rates has none for SASGD with momentum."""
+    finding = found("sasgd-convergence", lambda seed: False, SCOPE)
+    assert finding.verdict == SMALL
+    assert "momentum is 0 in sasgd and 0.9 in eamsgd, where both need the same" in finding.decides
+    verdicts = {f.verdict for f in finding.figures if f.decides and "eamsgd" in f.what}
+    assert verdicts == {SMALL}
+    assert finding.reasons  # against the lead over Downpour, which it can decide
+    assert not any("eamsgd" in reason for reason in finding.reasons)
+
+
+def test_the_full_form_gives_sasgd_the_momentum_of_its_rival():
+    plan = find_claim("sasgd-convergence").trials(WHOLE)
+    momenta = {
+        (key[2], trial.workers > 1): trial.arguments.get("momentum", 0.0)
+        for key, trial in plan.items()
+    }
+    assert momenta["sasgd-momentum", True] == 0.9
+    assert sum(momenta.values()) == 0.9  # nobody else's SGD has any, nor has one learner's
+
+
+@pytest.mark.parametrize(("own", "verdict"), [(0.05, HOLDS), (0.2, HOLDS), (0.4, SMALL)])
+def test_a_held_rate_far_from_the_one_swept_at_that_number_decides_nothing(own, verdict):
+    record = json.loads(json.dumps(RECORD))
+    record["own"]["cifar10"]["allreduce"]["100"] = own
+    scope = replace(WHOLE, rates=Rates(record, "abc"))
+    finding = found("gossip-large", lambda seed: True, scope)
+    assert finding.verdict == verdict
+    told = "the rate of allreduce is 0.1, held from 8 workers, and 0.4 where it is swept at 100"
+    assert (told in finding.decides) == (verdict == SMALL)
+    second = {f.verdict for f in finding.figures if f.column == "own"} - {None}
+    assert second == {HOLDS}  # rates swept there
 
 
 @pytest.mark.parametrize("name", IDS)
 def test_a_finding_is_told_in_json(name):
     told = json.loads(json.dumps(found(name, lambda seed: seed % 2 == 0).to_json()))
     keys = {"id", "paper", "claim", "source", "setup", "rule", "verdict", "figures", "rates_sha256"}
+    keys |= {"needs", "decides"}
     assert keys <= told.keys()
     assert told["rates_sha256"] == "abc"
     deciding = [figure for figure in told["figures"] if figure["verdict"]]

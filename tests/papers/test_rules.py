@@ -1,4 +1,4 @@
-"""The rules: each gives each of the three verdicts, and an interval is what it should be."""
+"""The rules: each gives each of the verdicts, and an interval is what it should be."""
 
 import math
 
@@ -10,6 +10,7 @@ from paceline.papers.verdict import (
     FAILS,
     HOLDS,
     OPEN,
+    SMALL,
     above,
     always,
     below,
@@ -60,6 +61,15 @@ def test_a_claim_holds_when_all_figures_do_and_fails_with_one():
     assert combine([good, unclear]) == OPEN
     assert combine([told]) == OPEN
     assert combine([good, bad.beside()]) == HOLDS  # second columns are shown, and decide nothing
+
+
+def test_a_set_up_that_cannot_decide_a_figure_decides_no_claim_by_it():
+    good, bad = (above("it", STEADY, bound) for bound in (0.0, 2.0))
+    small = good.unless("too few steps")
+    assert (small.verdict, small.too_small) == (SMALL, "too few steps")
+    assert good.unless(None) == good and shown("it", STEADY).unless("few").verdict is None
+    assert combine([good, small]) == combine([small, bad]) == SMALL
+    assert combine([good, small.beside()]) == HOLDS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.papers.rates import METHODS, OWN_COUNTS, RATES, Rates
+from paceline.papers.rates import OWN_COUNTS, RATES, Rates, names_for
 from paceline.papers.sweeping import make_rates
 from paceline.sweep import GRID, SEEDS, Arm, accuracy_of
 from paceline.trials import Outcome
@@ -109,6 +109,8 @@ def test_the_file_has_a_rate_for_8_workers_and_a_second_column(quick_sweep, tmp_
     before = path.read_bytes()
     make_rates(["cifar10"], path=path, folder=tmp_path, data=tmp_path, say=lambda text: None)
     assert Rates.read(path).held("bundled", "gossip") == pytest.approx(0.04)
+    assert Rates.read(path).own("cifar10", "sasgd-momentum", 16) == pytest.approx(0.02)
+    assert "sasgd-momentum" not in Rates.read(path).record["held"]["bundled"]
     assert path.read_bytes() != before and Rates.read(path).sha256 != rates.sha256
 
 
@@ -121,7 +123,7 @@ def test_the_command_makes_the_file_and_says_its_hash(quick_sweep, paceline, tmp
 def test_the_recorded_file_has_every_rate_that_claims_ask_for():
     rates = Rates.read(RATES)
     assert rates.record["sweep"]["seeds"] == list(SEEDS)
-    for name in METHODS:
+    for name in names_for("bundled"):
         if name != "sgd":
             assert rates.held("bundled", name) > 0
         for workers in OWN_COUNTS.get(name, ()):

@@ -120,6 +120,8 @@ def show_finding(screen: Screen, finding: Finding) -> None:
     for figure in finding.figures:
         screen.show(f"    {_line_of(figure)}")
     screen.show(f"  {finding.verdict}")
+    if finding.decides != "yes":
+        _show_text(screen, "    ", f"Can the set-up decide it? {finding.decides}.")
     for reason in finding.reasons:
         screen.show(f"    {reason}")
 
@@ -127,12 +129,13 @@ def show_finding(screen: Screen, finding: Finding) -> None:
 def _show_words(screen: Screen, claim: Claim) -> None:
     screen.show(f"\n{claim.id}")
     words = claim.words()
-    for name in ("claim", "paper", "source", "setup", "rule"):
-        head = f"  {name:<6}  "
-        lines = textwrap.wrap(words[name], 100 - len(head))
-        screen.show(
-            textwrap.indent("\n".join(lines), " " * len(head)).replace(" " * len(head), head, 1)
-        )
+    for name in ("claim", "paper", "source", "setup", "rule", "needs"):
+        if words[name]:
+            _show_text(screen, f"  {name:<6}  ", words[name])
+
+
+def _show_text(screen: Screen, head: str, text: str) -> None:
+    screen.show(textwrap.fill(text, 100, initial_indent=head, subsequent_indent=" " * len(head)))
 
 
 def _line_of(figure: Figure) -> str:

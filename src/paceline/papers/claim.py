@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import PacelineError
-from paceline.papers.rates import Rates, method
+from paceline.papers.rates import Rates, local_momentum, method, momentum
 from paceline.papers.tasks import FULL, QUICK, SETTINGS
-from paceline.papers.verdict import FAILS, Figure, combine
+from paceline.papers.verdict import FAILS, SMALL, Figure, combine
 from paceline.results import Result
 from paceline.seeds import MAX_SEED
 from paceline.sim.cluster import Cluster, load_cluster
@@ -22,6 +22,15 @@ from paceline.trials import Outcome, Trial
 TRAIN = {"module": "paceline.papers.training", "name": "train"}
 MANY = 32
 """Beyond so many workers each takes half the batch, so that an epoch has steps enough."""
+LEAST_STEPS = 100
+"""With fewer steps a worker no method's accuracy is said to be above another's."""
+MOST_OFF = 2.0
+"""How far a held rate may lie from the one swept at a number of workers: a step of the grid."""
+NEEDS = f"""
+    At least {LEAST_STEPS} steps a worker; rates within a factor of {MOST_OFF:g} of those swept at
+    that number of workers; the same momentum on both sides. A figure without all three is too
+    small to tell.
+"""
 Key = tuple[Any, ...]
 """What a run is called in its claim: whatever tells it from the others, and last its seed."""
 Trials = dict[Key, Trial]
@@ -68,7 +77,10 @@ class Scope:
         held = column == "held"
         rates = self.rates
         lr = rates.held(task, name) if held else rates.own(task, name, workers)
-        arguments = task_arguments(task, workers, self.data)
+        arguments = {
+            **task_arguments(task, workers, self.data),
+            **local_momentum(name, workers),
+        }
         if workers == 1:
             name = "sgd"
         decided: dict[str, Any] = {
@@ -79,6 +91,29 @@ class Scope:
         return Trial(
             workers=workers, cluster=load_cluster(cluster), seed=seed, **{**decided, **more}
         )
+
+    def too_small(
+        self, task: str, names: Iterable[str], workers: int, column: str, results: Iterable[Result]
+    ) -> str | None:
+        """Why runs of these methods cannot decide whose accuracy is higher; None if they can."""
+        names = list(names)
+        why = []
+        steps = min(result.steps / result.workers for result in results)
+        if steps < LEAST_STEPS:
+            needed = f"{LEAST_STEPS} are needed (--full has them)"
+            why.append(f"{steps:.0f} steps a worker, where {needed}")
+        for name in names if column == "held" else ():
+            held, own = self.rates.held(task, name), self.rates.own(task, name, workers)
+            if not 1 / MOST_OFF <= held / own <= MOST_OFF:
+                why.append(
+                    f"the rate of {name} is {held:g}, held from 8 workers, and {own:g} where it is"
+                    f" swept at {workers} (own rates)"
+                )
+        momenta = {name: momentum(name) for name in names}
+        if len(set(momenta.values())) > 1:
+            told = " and ".join(f"{value:g} in {name}" for name, value in momenta.items())
+            why.append(f"momentum is {told}, where both need the same (--full has it)")
+        return "; ".join(why) or None
 
 
 def task_arguments(task: str, workers: int, data: Path | None) -> dict[str, Any]:
@@ -132,6 +167,7 @@ class Claim(ABC):
         source: ``abstract``, ``reported`` or ``derived``: what of it could be verified.
         setup: what is run.
         rule: which figures make which verdict.
+        needs: what a set-up must have to decide it, where that is not always given.
         because: why it fails here, where it does and that is understood.
     """
 
@@ -141,11 +177,12 @@ class Claim(ABC):
     source: ClassVar[str]
     setup: ClassVar[str]
     rule: ClassVar[str]
+    needs: ClassVar[str] = ""
     because: ClassVar[str] = ""
 
     def words(self) -> dict[str, str]:
         """What it says of itself, each in one line."""
-        names = ("id", "paper", "claim", "source", "setup", "rule")
+        names = ("id", "paper", "claim", "source", "setup", "rule", "needs")
         return {name: " ".join(getattr(self, name).split()) for name in names}
 
     @abstractmethod
@@ -167,8 +204,16 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """holds, does not hold, or not decided."""
+        """holds, does not hold, not decided, or too small to tell."""
         return combine(self.figures)
+
+    @property
+    def decides(self) -> str:
+        """Whether the set-up can decide the claim; if not, why not, and what would."""
+        small = [f.too_small for f in self.figures if f.decides and f.verdict == SMALL]
+        count = sum(f.decides for f in self.figures)
+        why = ". ".join(dict.fromkeys(told for told in small if told))
+        return f"no, {len(small)} of {count} figures are too small to tell: {why}" if why else "yes"
 
     @property
     def reasons(self) -> list[str]:
@@ -184,6 +229,7 @@ class Finding:
         return {
             **self.claim.words(),
             "verdict": self.verdict,
+            "decides": self.decides,
             "reasons": self.reasons,
             "figures": [figure.to_json() for figure in self.figures],
             "rates_sha256": self.rates_sha256,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.papers.claim import Claim, Runs, Scope, Trials
+from paceline.papers.claim import NEEDS, Claim, Runs, Scope, Trials
 from paceline.papers.clusters import CONTENDED, without_network
 from paceline.papers.curves import last, lead_in_time, times_sooner
 from paceline.papers.verdict import Figure, above, near_zero, shown
@@ -48,6 +48,7 @@ class SameAccuracy(Claim):
         within 0.01 of 0 in the mean and its interval within 0.02; it does not hold where
         the whole interval is farther than 0.01 from 0.
     """
+    needs = NEEDS
     because = """
         Of the same samples the dynamic form makes up to 4 times fewer updates than the fixed one,
         each as old (7 updates): it needs more samples.
@@ -65,10 +66,12 @@ class SameAccuracy(Claim):
                 yield shown(f"{task}: accuracy of {name}", runs.map(last, place, task, name))
             for scale, name in DYNAMIC.items():
                 for other in self.others:
-                    pairs = runs.pairs((place, task, name), (place, task, other))
+                    pairs = list(runs.pairs((place, task, name), (place, task, other)))
+                    results = [result for pair in pairs for result in pair]
+                    small = scope.too_small(task, (name, other), WORKERS, "held", results)
                     gaps = [last(ours) - last(theirs) for ours, theirs in pairs]
                     what = f"{task}: accuracy of dynamic ({scale}) less that of {other}"
-                    yield near_zero(what, gaps, 0.01, 0.02)
+                    yield near_zero(what, gaps, 0.01, 0.02).unless(small)
 
 
 class Faster(Claim):
@@ -94,6 +97,7 @@ class Faster(Claim):
         of their best, of means of three records), is above 1.05. Shown beside: the lead in
         accuracy, in the mean over the time that both runs have.
     """
+    needs = NEEDS
     decisive = ("ssp", "cyclic-fixed")
 
     def trials(self, scope: Scope) -> Trials:
@@ -117,17 +121,21 @@ class Faster(Claim):
         for task in scope.tasks:
             for scale in DYNAMIC:
                 for other in (*self.decisive, "allreduce"):
-                    yield from self._compared(runs, CONTENDED, task, scale, other)
+                    yield from self._compared(scope, runs, CONTENDED, task, scale, other)
                 for other in ("cyclic-fixed", "allreduce"):
-                    yield from self._compared(runs, FREE, task, scale, other)
+                    yield from self._compared(scope, runs, FREE, task, scale, other)
 
     def _compared(
-        self, runs: Runs, place: Cluster, task: str, scale: str, other: str
+        self, scope: Scope, runs: Runs, place: Cluster, task: str, scale: str, other: str
     ) -> Iterator[Figure]:
         ours, theirs = (place.name, task, DYNAMIC[scale]), (place.name, task, other)
-        times = [times_sooner(*pair) for pair in runs.pairs(ours, theirs)]
+        pairs = list(runs.pairs(ours, theirs))
+        times = [times_sooner(*pair) for pair in pairs]
         what = f"{task}, {place.name}: time of {other} over dynamic ({scale})"
         decides = place is CONTENDED and other in self.decisive
-        yield above(what, times, 1.05) if decides else shown(what, times)
-        leads = [lead_in_time(*pair) for pair in runs.pairs(ours, theirs)]
+        names = (DYNAMIC[scale], "allreduce" if other == "ssp" else other)
+        results = [result for pair in pairs for result in pair]
+        small = scope.too_small(task, names, WORKERS, "held", results)
+        yield above(what, times, 1.05).unless(small) if decides else shown(what, times)
+        leads = [lead_in_time(*pair) for pair in pairs]
         yield shown(f"{task}, {place.name}: lead of dynamic ({scale}) over {other} in time", leads)

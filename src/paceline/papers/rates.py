@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.papers.tasks import QUICK
 from paceline.reading import read_bytes, why
 from paceline.strategies import make_strategy
 from paceline.strategies.base import Strategy
+from paceline.strategies.easgd import EASGD
 
 RATES = Path(__file__).with_name("learning_rates.json")
 HELD_AT = 8
@@ -21,6 +23,7 @@ METHODS = {
     "sgd": "allreduce",
     "allreduce": "allreduce",
     "sasgd": "sasgd(interval=4)",
+    "sasgd-momentum": "sasgd(interval=4)",
     "downpour": "downpour(push_interval=4, fetch_interval=4)",
     "eamsgd": "easgd(interval=4, momentum=0.9)",
     "cyclic": "cyclic(form=gradient, max_accumulated=4, scale=mean)",
@@ -34,6 +37,7 @@ METHODS = {
 OWN_COUNTS = {
     "sgd": (1,),
     "sasgd": (4, 16),
+    "sasgd-momentum": (4, 16),
     "downpour": (4, 16),
     "eamsgd": (4, 16),
     "allreduce": (32, 100),
@@ -43,9 +47,31 @@ OWN_COUNTS = {
 """At which numbers of workers, beside 8, the second column is swept."""
 
 
+LOCAL_MOMENTUM = {"sasgd-momentum": 0.9}
+"""The momentum of the workers' own SGD, plain in all other methods. The full form alone has it."""
+
+
 def method(name: str) -> Strategy:
     """A method of the claims."""
     return make_strategy(METHODS[name])
+
+
+def names_for(task: str) -> list[str]:
+    """The methods whose rates a task needs."""
+    return [name for name in METHODS if task not in QUICK or name not in LOCAL_MOMENTUM]
+
+
+def local_momentum(name: str, workers: int) -> dict[str, float]:
+    """What the training function is told of momentum: nothing for plain SGD, as one worker is."""
+    told = name in LOCAL_MOMENTUM and workers > 1
+    return {"momentum": LOCAL_MOMENTUM[name]} if told else {}
+
+
+def momentum(name: str) -> float:
+    """The momentum of a method, its own or that of the workers' SGD."""
+    strategy = method(name)
+    own = strategy.momentum if isinstance(strategy, EASGD) else 0.0
+    return LOCAL_MOMENTUM.get(name, own)
 
 
 @dataclass(frozen=True)

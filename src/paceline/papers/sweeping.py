@@ -10,7 +10,15 @@ from typing import Any
 from paceline.folder import provenance
 from paceline.papers.claim import TRAIN, task_arguments
 from paceline.papers.clusters import CONTENDED
-from paceline.papers.rates import HELD_AT, METHODS, OWN_COUNTS, Rates, method
+from paceline.papers.rates import (
+    HELD_AT,
+    METHODS,
+    OWN_COUNTS,
+    Rates,
+    local_momentum,
+    method,
+    names_for,
+)
 from paceline.papers.tasks import SETTINGS
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sweep import FAR, GRID, SEEDS, Arm, sweep
@@ -32,11 +40,12 @@ def make_rates(
         folder: keeps the runs, so that a sweep that was interrupted goes on.
     """
     for task in tasks:
-        held = {name: arm(task, name, HELD_AT, data) for name in METHODS if name != "sgd"}
+        held = {name: arm(task, name, HELD_AT, data) for name in names_for(task) if name != "sgd"}
         sweep(list(held.values()), folder=folder, processes=processes, say=say)
         own = {
             (name, workers): arm(task, name, workers, data, around(held, name))
             for name, counts in OWN_COUNTS.items()
+            if name in names_for(task)
             for workers in counts
         }
         sweep(list(own.values()), folder=folder, processes=processes, say=say)
@@ -53,7 +62,11 @@ def arm(task: str, name: str, workers: int, data: Path | None, grid: Sequence[fl
             workers=workers,
             cluster=place_of(name),
             seed=seed,
-            arguments={**task_arguments(task, workers, data), "lr": rate},
+            arguments={
+                **task_arguments(task, workers, data),
+                **local_momentum(name, workers),
+                "lr": rate,
+            },
         )
 
     return Arm(f"{task}, {name}, {workers} workers", trial, grid)
@@ -85,6 +98,7 @@ def write(path: Path, task: str, held: dict[str, Arm], own: dict[tuple[str, int]
     record["own"][task] = {
         name: {str(count): own[name, count].best for count in counts}
         for name, counts in OWN_COUNTS.items()
+        if name in names_for(task)
     }
     record.setdefault("setting", {})[task] = vars(SETTINGS[task])
     record.setdefault("accuracy", {})[task] = {

@@ -21,13 +21,19 @@ LOOKS = 2
 
 
 def train(
-    worker: Worker, task: str, epochs: int, lr: float, batch_size: int, data: str | None = None
+    worker: Worker,
+    task: str,
+    epochs: int,
+    lr: float,
+    batch_size: int,
+    data: str | None = None,
+    momentum: float = 0.0,
 ) -> None:
-    """Plain SGD; worker 0 logs twice an epoch how good the answer is, and its own replica."""
+    """SGD; worker 0 logs twice an epoch how good the answer is, and its own replica."""
     samples = load(task, data)
     torch.manual_seed(worker.seed)
     net = make_network(task)
-    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum))
     batches = worker.setup_dataloaders(make_loader(samples, batch_size), epochs=epochs)
     looked = 0
     for _ in range(epochs):

@@ -1,7 +1,8 @@
 """Figures with their spread, and the rule that makes a verdict of them.
 
 Every rule is the same: the 90 % interval of a figure over seeds lies on the claim's side of a
-bound, or on the other side, or the bound lies in it. The bounds stand in the claims' files.
+bound, or on the other side, or the bound lies in it. The bounds stand in the claims' files. A
+figure that the set-up cannot decide is too small to tell, wherever its interval lies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from paceline.stats import spread
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
-VERDICTS = (HOLDS, FAILS, OPEN)
+SMALL = "too small to tell"
+VERDICTS = (HOLDS, FAILS, OPEN, SMALL)
 LEAST_SEEDS = 3
 
 
@@ -41,6 +43,7 @@ class Figure:
         wanted: the rule, in words; None where the figure decides nothing.
         verdict: what the rule says.
         column: ``held`` for learning rates chosen at 8 workers, ``own`` for those of each count.
+        too_small: why the set-up cannot decide it, and what would; None where it can.
     """
 
     what: str
@@ -48,6 +51,7 @@ class Figure:
     wanted: str | None = None
     verdict: str | None = None
     column: str = "held"
+    too_small: str | None = None
 
     @property
     def mean(self) -> float:
@@ -68,6 +72,12 @@ class Figure:
         """The same figure in the second column."""
         return replace(self, column="own")
 
+    def unless(self, too_small: str | None) -> Figure:
+        """The same figure, which decides nothing if the set-up is ``too_small`` for it."""
+        if too_small is None or self.verdict is None:
+            return self
+        return replace(self, verdict=SMALL, too_small=too_small)
+
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
@@ -78,6 +88,7 @@ class Figure:
             "values": list(self.values),
             "wanted": self.wanted,
             "verdict": self.verdict,
+            "too_small": self.too_small,
         }
 
 
@@ -126,10 +137,13 @@ def always(what: str, values: Iterable[bool]) -> Figure:
 def combine(figures: Iterable[Figure]) -> str:
     """The verdict of a claim: one figure that fails, fails it; it holds when all of them do.
 
+    A claim of which the set-up cannot decide a part is too small to tell, whatever the others say.
+
     >>> combine([above("a", [2.0, 2.1, 2.2], 1.0), below("b", [2.0, 2.1, 2.2], 1.0)])
     'does not hold'
     """
     verdicts = [figure.verdict for figure in figures if figure.decides]
-    if FAILS in verdicts:
-        return FAILS
+    for verdict in (SMALL, FAILS):
+        if verdict in verdicts:
+            return verdict
     return HOLDS if verdicts and set(verdicts) == {HOLDS} else OPEN
