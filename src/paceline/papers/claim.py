@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from paceline.errors import PacelineError
 from paceline.papers.rates import Rates, local_momentum, method, momentum
 from paceline.papers.tasks import FULL, QUICK, SETTINGS
-from paceline.papers.verdict import FAILS, SMALL, Figure, combine
+from paceline.papers.verdict import FAILS, Figure, combine
 from paceline.results import Result
 from paceline.seeds import MAX_SEED
 from paceline.sim.cluster import Cluster, load_cluster
@@ -210,9 +210,9 @@ class Finding:
     @property
     def decides(self) -> str:
         """Whether the set-up can decide the claim; if not, why not, and what would."""
-        small = [f.too_small for f in self.figures if f.decides and f.verdict == SMALL]
+        small = [f.too_small for f in self.figures if f.decides and f.too_small]
         count = sum(f.decides for f in self.figures)
-        why = ". ".join(dict.fromkeys(told for told in small if told))
+        why = "; ".join(dict.fromkeys(one for told in small for one in told.split("; ")))
         return f"no, {len(small)} of {count} figures are too small to tell: {why}" if why else "yes"
 
     @property
