@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -176,6 +178,90 @@ def test_a_worker_that_never_has_a_place_ends_the_run(monkeypatch):
     start_where_nothing_is(monkeypatch, rank=1, times=100)
     with pytest.raises(pl.PeerLost, match="rank 1"):
         launch("gossip")
+
+
+# While all are stopped ---------------------------------------------------------------------------
+
+DEAD_S = 0.8
+
+
+def pause(folder, signal_to):
+    """Stop for much longer than ``dead_s`` whom the signals reach; then have the run end."""
+    signal_to(signal.SIGSTOP)
+    time.sleep(2 * DEAD_S)
+    signal_to(signal.SIGCONT)
+    (folder / "over").touch()
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "cyclic", "easgd(interval=2)", "gossip", "sasgd"])
+def test_nobody_is_lost_while_all_workers_are_stopped(strategy, tmp_path):
+    def signal_to_workers(number):
+        for pid in runs.await_pids(tmp_path, workers=3):
+            os.kill(pid, number)
+            if number == signal.SIGCONT:
+                time.sleep(DEAD_S / 8)  # so that some look while others are still stopped
+
+    stopper = threading.Thread(target=pause, args=(tmp_path, signal_to_workers))
+    stopper.start()
+    result = pl.launch(
+        runs.train_until_told,
+        workers=3,
+        strategy=strategy,
+        limits=pl.Limits(dead_s=DEAD_S),
+        arguments={"folder": str(tmp_path)},
+    )
+    stopper.join()
+    assert {e["event"] for e in result.events} <= {"large"} and result.lost_workers == 0
+
+
+def test_workers_that_stay_stopped_are_told_of_and_end_the_run_after_the_longest_wait(
+    tmp_path, capfd
+):
+    def stop_workers():
+        for pid in runs.await_pids(tmp_path, workers=2):
+            os.kill(pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_workers)
+    stopper.start()
+    with pytest.raises(pl.CommTimeout) as caught:
+        pl.launch(
+            runs.train_until_told,
+            workers=2,
+            strategy="downpour",
+            limits=pl.Limits(dead_s=0.1, notice_s=0.3, progress_limit_s=1.0),
+            arguments={"folder": str(tmp_path)},
+        )
+    stopper.join()
+    assert caught.value.ranks == (0, 1)
+    assert "still waiting in a run whose workers are all stopped for" in capfd.readouterr().err
+
+
+PAUSED = """
+import sys
+
+import paceline as pl
+from support import runs
+
+if __name__ == "__main__":
+    folder, strategy, dead_s = sys.argv[1:]
+    limits, how = pl.Limits(dead_s=float(dead_s)), {"folder": folder}
+    result = pl.launch(
+        runs.train_until_told, workers=2, strategy=strategy, limits=limits, arguments=how
+    )
+    print({e["event"] for e in result.events} - {"large"}, result.lost_workers)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "gossip"])
+def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_path):
+    (tmp_path / "script.py").write_text(PAUSED)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), strategy, str(DEAD_S)]
+    how = {"env": runs.environment(), "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **how) as launcher:
+        runs.await_pids(tmp_path, workers=2)
+        pause(tmp_path, lambda number: os.killpg(launcher.pid, number))  # as Ctrl-Z and fg do
+        told, _ = launcher.communicate()
+    assert (launcher.returncode, told) == (0, "set() 0\n")
 
 
 def test_a_server_that_was_stopped_for_too_long_and_goes_on_is_followed_by_another(tmp_path):

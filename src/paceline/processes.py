@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.base import Limits
-from paceline.comm.liveness import Processes, exit_code, is_gone, is_stopped
+from paceline.comm.liveness import Processes, Watch, exit_code, goes_on, is_gone, is_stopped
 from paceline.control import Door
 from paceline.errors import (
     CommTimeout,
@@ -260,6 +260,7 @@ def run_ranks(
             "path": sys.path,
             "late": late,
             "elastic": losses is not None and losses.goes_on,
+            "workers": size if losses is None else losses.workers,
         }
         crew = Crew(nursery, common, arguments, fds, limits or Limits(), on_message, losses, stop)
         try:
@@ -328,7 +329,10 @@ class Crew:
         self._nursery, self._common, self._arguments, self._fds = nursery, common, arguments, fds
         self._on_message, self._losses, self._limits = on_message, losses, limits
         patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
-        self._processes = Processes(lambda number: self.ranks[number].pid, patience)
+        self._processes = Processes(
+            lambda number: self.ranks[number].pid, patience, self._some_go_on
+        )
+        self._pause: Watch | None = None
         self._by_pipe: dict[int, Rank] = {}
         self._door: Door | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
@@ -435,6 +439,8 @@ class Crew:
                 self._hasten(now_s - failed_s)
             elif self._goes_on and any(worker.returned for worker in self._workers()):
                 self._end_rest()
+            else:
+                self._wait_for_stopped()
 
     def _hear_all(self) -> None:
         nursery = self._nursery
@@ -529,6 +535,21 @@ class Crew:
         else:
             needed = not rank.seen and rank.number not in self._common["late"]
         return rank.failed and (needed or not any(w.returned or w.running for w in workers))
+
+    def _some_go_on(self) -> bool:
+        """Whether a worker runs, or has come to its end."""
+        return any(worker.returned or goes_on(worker.pid) for worker in self._workers())
+
+    def _wait_for_stopped(self) -> None:
+        """While all workers are stopped, wait as for one that is busy: nobody is lost yet."""
+        if self._some_go_on():
+            self._pause = None
+            return
+        stopped = [worker.number for worker in self._workers() if worker.running]
+        if stopped:
+            op = "a run whose workers are all stopped"
+            self._pause = self._pause or Watch(op, self._limits)
+            self._pause.keep_patience(stopped)
 
     def _end_rest(self) -> None:
         """When all have ended but who is stopped, end those: there is nobody to come back to."""
@@ -713,8 +734,9 @@ def _connect(config: Message, fd: int, tell: Callable[[PeerLost], None]) -> Tran
     if config["transport"] == "shared_memory":
         from paceline.comm.shared_memory import SharedMemoryTransport
 
-        started_s, late = config["started_s"], config["late"]
-        return SharedMemoryTransport(fd, rank, size, limits, started_s, late, config["elastic"])
+        started_s, late, elastic = config["started_s"], config["late"], config["elastic"]
+        workers = config["workers"]
+        return SharedMemoryTransport(fd, rank, size, limits, started_s, late, elastic, workers)
     from paceline.comm.distributed import connect_on_loopback
 
     return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], tell)

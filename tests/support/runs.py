@@ -292,6 +292,32 @@ def stop_the_nursery(worker: pl.Worker, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def train_until_told(worker: pl.Worker, folder: str) -> None:
+    """Train until there is a file ``over``; after the first step, put the pid into the folder."""
+    over, told = Path(folder, "over"), False
+    net, sgd = set_up(worker)
+    values = torch.randn(256, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(values[:, :2], values[:, 2:])
+    batches = worker.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+    while not worker.stopping:
+        for inputs, targets in batches:
+            sgd.zero_grad()
+            (0.1 * (net(inputs) - targets)).square().mean().backward()
+            sgd.step()
+            if not told:
+                told = Path(folder, f"{worker.rank}.pid").write_text(str(os.getpid())) > 0
+            if over.exists():
+                worker.stop_all()
+
+
+def await_pids(folder: Path, workers: int) -> list[int]:
+    """The pids of the workers of :func:`train_until_told`, once all have them written."""
+    paths = [folder / f"{rank}.pid" for rank in range(workers)]
+    while not all(path.exists() and path.read_text() for path in paths):
+        time.sleep(0.001)
+    return [int(path.read_text()) for path in paths]
+
+
 def look_at(worker: pl.Worker, path: str) -> None:
     Path(path).exists()
 

@@ -3,6 +3,9 @@
 A process that ended is seen through its pidfd, at once. One that was stopped (SIGSTOP, a
 debugger) is seen by its state; it is lost when it stayed so for ``dead_s``. One that is merely
 busy is neither, for however long it is.
+
+Nobody is lost while everybody is stopped (Ctrl-Z, a paused job). Time in which no worker goes on
+does not count, nor does time in which the process that judges was stopped itself.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +40,36 @@ STAY_S, CALL_S, END_S = 0.7, 1.0, 2.5
 _MEET_S = 0.01
 
 
+@dataclass
+class _Pause:
+    """A time for which a process is stopped: since when it counts, and when that was last seen."""
+
+    since_s: float
+    seen_s: float
+    forgiven: bool = False
+
+
 class Processes:
     """The processes of the ranks on this host.
 
     Args:
         pid_of: the process of a rank; 0 while it is not known.
         limits: when a stopped process counts as lost.
+        some_go_on: whether any worker runs, or has come to its end. While none does, nobody goes
+            on without those that are stopped.
     """
 
-    def __init__(self, pid_of: Callable[[int], int], limits: Limits) -> None:
-        self._pid_of, self._limits = pid_of, limits
+    def __init__(
+        self,
+        pid_of: Callable[[int], int],
+        limits: Limits,
+        some_go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._pid_of, self._limits, self._some_go_on = pid_of, limits, some_go_on
         self._pidfds: dict[int, int | None] = {}
         self._pids: dict[int, int] = {}
         self._poll, self._watched = select.poll(), dict[int, int]()
-        self._stopped_since_s: dict[int, float] = {}
+        self._pauses: dict[int, _Pause] = {}
         self._lost: dict[int, str] = {}
 
     def why_lost(self, rank: int) -> str | None:
@@ -63,21 +83,27 @@ class Processes:
     def why_stopped(self, rank: int) -> str | None:
         """Why ``rank`` counts as lost although it has not died; None while it does not."""
         if not self.is_stopped(rank):
-            self._stopped_since_s.pop(rank, None)
+            self._pauses.pop(rank, None)
             return None
-        now_s = time.monotonic()
-        stopped_s = now_s - self._stopped_since_s.setdefault(rank, now_s)
-        if stopped_s < self._limits.dead_s:
-            return None
-        return f"it has been stopped for {stopped_s:.1f} s"
+        now_s, dead_s = time.monotonic(), self._limits.dead_s
+        pause = self._pauses.setdefault(rank, _Pause(now_s, now_s))
+        # Between two looks so far apart this process may have been stopped, too. Once: one that is
+        # merely busy in between finds the same again.
+        was_away = now_s - pause.seen_s > dead_s / 2 and not pause.forgiven
+        if was_away or not self._some_go_on():
+            pause.since_s, pause.forgiven = now_s, pause.forgiven or was_away
+        pause.seen_s = now_s
+        stopped_s = now_s - pause.since_s
+        return None if stopped_s < dead_s else f"it has been stopped for {stopped_s:.1f} s"
 
     def forgive(self, seconds: float) -> None:
         """Do not count so much of the last time: this process was stopped itself."""
-        self._stopped_since_s = {r: s + seconds for r, s in self._stopped_since_s.items()}
+        for pause in self._pauses.values():
+            pause.since_s += seconds
 
     def stopped(self) -> frozenset[int]:
         """The ranks that were found to be stopped when they were last looked at."""
-        return frozenset(self._stopped_since_s)
+        return frozenset(self._pauses)
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the process of ``rank`` is stopped now, for however short a time."""
@@ -412,7 +438,7 @@ class Watch:
 
     def __init__(self, op: str, limits: Limits, patient: bool = False) -> None:
         self.op, self._limits, self._patient = op, limits, patient
-        self._start_s = time.monotonic()
+        self._start_s = self._looked_s = time.monotonic()
         self._noticed = False
 
     @property
@@ -420,12 +446,20 @@ class Watch:
         """Since when this wait lasts."""
         return time.monotonic() - self._start_s
 
+    def look(self) -> None:
+        """Say, many times a second, that this waits; else it was stopped, and that is no wait."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > SLACK_S:
+            self._start_s += now_s - self._looked_s
+        self._looked_s = now_s
+
     def lost(self, ranks: Sequence[int], reason: str) -> PeerLost:
         """The error of this wait when ``ranks`` are lost."""
         return PeerLost(ranks, self.op, reason, self.waited_s)
 
     def keep_patience(self, missing: Sequence[int]) -> None:
         """Say after a while whom this waits for, and end after a long one."""
+        self.look()
         waited_s = self.waited_s
         if waited_s > self._limits.progress_limit_s and not self._patient:
             raise CommTimeout(missing, self.op, waited_s)
@@ -438,6 +472,11 @@ class Watch:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped now."""
     return _stat(pid)[:1] in ([b"T"], [b"t"])
+
+
+def goes_on(pid: int) -> bool:
+    """Whether a process is there, and neither stopped nor at its end."""
+    return _stat(pid)[:1] not in ([], [b"T"], [b"t"], [b"Z"], [b"X"])
 
 
 def is_gone(pid: int) -> bool:

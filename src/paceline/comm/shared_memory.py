@@ -31,7 +31,7 @@ from paceline.comm.base import (
     check_fit,
 )
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.liveness import TICK_S, Processes, Watch
+from paceline.comm.liveness import TICK_S, Processes, Watch, goes_on
 from paceline.comm.ranks import ranks
 from paceline.comm.roll import Entry, Roll, Standing
 from paceline.comm.shared_meeting import Meeting
@@ -171,6 +171,7 @@ class SharedMemoryTransport(Transport):
         late: the ranks that come after the beginning; this one is late when it is among them, or
             when it has lived before.
         elastic: whether the others go on when one is lost, and so need their vectors intact.
+        workers: how many of the ranks, the first ones, are workers; the others wait for them.
     """
 
     def __init__(
@@ -182,13 +183,15 @@ class SharedMemoryTransport(Transport):
         started_s: float = 0.0,
         late: Sequence[int] = (),
         elastic: bool = True,
+        workers: int | None = None,
     ) -> None:
+        self._workers = size if workers is None else workers
         self.rank, self.size, self.elastic = rank, size, elastic
         self._fd, self._limits, self._started_s = fd, limits, started_s
         self.layout = Layout(size)
         self.words = Words(map_control(fd, self.layout.words * 8))
         self.roll = Roll(self.words, self.layout.roll, size, lambda: self._locked(self.layout.roll))
-        self._processes = Processes(lambda peer: self.words[self.layout.pid(peer)], limits)
+        self._processes = Processes(self._pid_of, limits, self._some_go_on)
         self._starters = tuple(peer for peer in range(size) if peer not in late)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._alive: tuple[int, ...] = ()
@@ -230,6 +233,16 @@ class SharedMemoryTransport(Transport):
         self._take_back(self.rank, self._entry)  # unless another has done so
 
     # Who is here ---------------------------------------------------------------------------------
+
+    def _pid_of(self, rank: int) -> int:
+        return self.words[self.layout.pid(rank)]
+
+    def _some_go_on(self) -> bool:
+        """Whether a worker runs, or has come to its end; without one nobody misses another."""
+        return self.rank < self._workers or any(
+            self.roll[worker].standing is Standing.LEFT or goes_on(self._pid_of(worker))
+            for worker in range(self._workers)
+        )
 
     def alive(self) -> tuple[int, ...]:
         self.check()
@@ -392,8 +405,9 @@ class SharedMemoryTransport(Transport):
 
     def await_change(self, seconds: float) -> bool:
         """Others write the number of members; so this looks for itself who is dead or stopped."""
-        seen, end_s = self.roll.entries(), self.now() + seconds
-        while self.now() < end_s:
+        seen, watch = self.roll.entries(), Watch("a change", self._limits)
+        while watch.waited_s < seconds:
+            watch.look()
             self.words.wait_change(self.layout.roll, self.roll.number, TICK_S)
             self.alive()
             if self.roll.entries() != seen:
@@ -831,7 +845,7 @@ class SharedMemoryTransport(Transport):
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, index * 8, 8, 0)
         pid = struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))[-1]
         for rank in range(self.size):
-            if self.words[self.layout.pid(rank)] == pid and self._processes.why_stopped(rank):
+            if self._pid_of(rank) == pid and self._processes.why_stopped(rank):
                 self._processes.end(rank)
 
     def now(self) -> float:
