@@ -155,8 +155,13 @@ class Guard:
         if dropped:
             self._in_a_row[sender, what] = before + 1
         if dropped and before + 1 == IN_A_ROW:
-            self.aside.add(sender)
-            self.tell("set_aside", sender=sender, what=what)
+            why = f"{IN_A_ROW} of its updates in a row were dropped ({what})"
+            self.set_aside(sender, what, why)
+
+    def set_aside(self, sender: int, what: str, why: str) -> None:
+        """Let nothing of a sender count any more, and say why."""
+        self.aside.add(sender)
+        self.tell("set_aside", sender=sender, what=what, why=why)
 
 
 class Usual:

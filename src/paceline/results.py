@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.errors import NotSaved
 from paceline.folder import RunFolder, write_result
-from paceline.guard import IN_A_ROW
 from paceline.history import Row, totals_at
 from paceline.pace import Mark
 from paceline.strategies import strategy_name
@@ -237,8 +236,8 @@ class Result:
 def say_event(record: Metric) -> None:
     """Say what people should know of before the run ends."""
     if record["event"] == "set_aside":
-        why = f"{IN_A_ROW} of its updates in a row were dropped ({record['what']})"
-        print(f"paceline: rank {record['sender']} is set aside: {why}", file=sys.stderr, flush=True)
+        told = f"paceline: rank {record['sender']} is set aside: {record['why']}"
+        print(told, file=sys.stderr, flush=True)
 
 
 class RunBook:

@@ -103,8 +103,14 @@ class Decentralised(Strategy):
         return [rank for rank in live if rank not in stopped] if stopped else live
 
     def take_mean(self, x: Tensor, trained: bool) -> None:
-        """At the end: the mean of all that have trained at all, and are not set aside."""
-        counts = trained and self.comm.rank not in self.guard.aside and is_sound(x)
+        """At the end: the mean of all that have trained at all, and are not set aside.
+
+        A worker whose model is broken, and that found nobody to mend it with, is set aside now.
+        """
+        if self.comm.rank not in self.guard.aside and not is_sound(x):
+            why = "its model is not finite at its end, or absurdly large"
+            self.guard.set_aside(self.comm.rank, "model", why)
+        counts = trained and self.comm.rank not in self.guard.aside
 
         def mean(workers: Comm) -> Tensor:
             if workers.size == 1:

@@ -100,8 +100,9 @@ def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:
 
     Any number would do. In this one, contributions of equal batches are added up as they are.
     """
-    total = workers.uncharged().all_reduce(like.new_zeros(1), weight)
-    contributors = workers.uncharged().all_reduce(like.new_zeros(1), int(weight > 0))
+    nothing = like.new_zeros(0)
+    total = workers.all_reduce(nothing, weight)  # the wait for the others is one, and is charged
+    contributors = workers.uncharged().all_reduce(nothing, int(weight > 0))
     return max(1, total // contributors) if contributors else 0
 
 

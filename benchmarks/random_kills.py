@@ -1,0 +1,214 @@
+"""Kill and stop random processes of real runs at random moments, and look how the runs end.
+
+    python benchmarks/random_kills.py --trials 200 --seed 0
+
+Each trial trains the built-in task with a random method, and harms one process: a worker, a server
+or communicator, rank 0, the launcher or the fork server. It is killed, or stopped for some seconds,
+at a moment between the start of the command and the usual end of the run. A trial fails when the
+run is not over ``dead_s`` + 30 s after the harm and its usual time, when its exit code or its
+message does not fit what happened, when it ends with 0 and a model that has learned nothing, or
+when a process is left. Every trial prints one JSON object; the last line sums up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.comm.base import Limits
+from paceline.strategies import STRATEGIES
+
+MARK = "PACELINE_TRIAL"
+WORKERS = 3
+SYNCHRONOUS = ("allreduce", "sasgd", "hierarchical", "diloco", "layered")
+VICTIMS = ("worker", "rank 0", "server", "launcher", "fork server")
+LEARNED = 0.4
+"""The accuracy of a run that has trained at all: ten classes, so that a guess has 0.1."""
+
+
+@dataclass
+class Trial:
+    """What is done to which run, and how it ended."""
+
+    method: str
+    victim: str
+    harm: str
+    on_loss: str | None
+    at_s: float
+    stopped_s: float
+    seed: int
+    code: int | None = None
+    seconds: float = 0.0
+    accuracy: float | None = None
+    found: str = ""
+
+
+def draw(choose: random.Random, usual_s: float) -> Trial:
+    method = choose.choice(sorted(STRATEGIES))
+    victim = choose.choice(VICTIMS)
+    harm = choose.choice(("kill", "stop"))
+    on_loss = choose.choice((None, "continue")) if method in SYNCHRONOUS else None
+    at_s, stopped_s = choose.uniform(0, 1.1 * usual_s), choose.uniform(0.5, 9)
+    return Trial(method, victim, harm, on_loss, at_s, stopped_s, choose.randrange(1000))
+
+
+def processes(mark: str) -> dict[int, int]:
+    """The processes of a trial that still run, and their parents."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+                if state != "Z":
+                    found[int(folder.name)] = int(parent)
+    return found
+
+
+def victim_of(trial: Trial, launcher: int, mark: str, choose: random.Random) -> int | None:
+    """The process to harm; None when there is none of that kind now."""
+    parents = processes(mark)
+    if trial.victim == "launcher":
+        return launcher if launcher in parents else None
+    fork_servers = [pid for pid, parent in parents.items() if parent == launcher]
+    if trial.victim == "fork server":
+        return next(iter(fork_servers), None)
+    ranks = sorted(pid for pid, parent in parents.items() if parent in fork_servers)
+    groups = {"rank 0": ranks[:1], "worker": ranks[1:WORKERS], "server": ranks[WORKERS:]}
+    return choose.choice(groups[trial.victim]) if groups[trial.victim] else None
+
+
+def command_of(trial: Trial, out: str) -> list[str]:
+    command = [sys.executable, "-m", "paceline", "run", "-s", trial.method, "-w", str(WORKERS)]
+    command += ["--model", "mlp", "--epochs", "2", "--seed", str(trial.seed), "--json", "--quiet"]
+    command += ["--on-loss", trial.on_loss] if trial.on_loss else []
+    return [*command, "--out", f"{out}/run"]
+
+
+def run(trial: Trial, choose: random.Random, usual_s: float) -> None:
+    mark, begun_s = uuid.uuid4().hex, time.monotonic()
+    with tempfile.TemporaryDirectory() as out, open(f"{out}/errors", "w+") as errors:
+        told = subprocess.Popen(
+            command_of(trial, out),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, MARK: mark},
+        )
+        with suppress(subprocess.TimeoutExpired):
+            told.wait(trial.at_s)
+        victim = victim_of(trial, told.pid, mark, choose)
+        stop_s = harm(trial, victim)
+        limit_s = usual_s + stop_s + Limits().dead_s + 30
+        try:
+            output, _ = told.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            output, trial.found = "", f"still running {limit_s:.0f} s after the harm"
+        trial.code, trial.seconds = told.returncode, time.monotonic() - begun_s
+        errors.seek(0)
+        trial.found = trial.found or judge(trial, victim, output, errors.read())
+        left = wait_for_end(mark)
+        if left and not trial.found:
+            trial.found = f"left behind: {left}"
+        for pid in processes(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        told.wait()
+
+
+def harm(trial: Trial, victim: int | None) -> float:
+    """Kill or stop it; return for how long it was stopped."""
+    if victim is None:
+        trial.victim, trial.harm = f"{trial.victim} (not there)", "none"
+        return 0.0
+    with suppress(ProcessLookupError):
+        if trial.harm == "kill":
+            os.kill(victim, signal.SIGKILL)
+            return 0.0
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(trial.stopped_s)
+        os.kill(victim, signal.SIGCONT)
+    return trial.stopped_s
+
+
+def wait_for_end(mark: str) -> list[int]:
+    """The processes that are left 10 s after the end of a run."""
+    until_s = time.monotonic() + 10
+    while (left := [*processes(mark)]) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    return left
+
+
+def judge(trial: Trial, victim: int | None, output: str, errors: str) -> str:
+    """What is wrong with the end of a run; nothing, if it is as it should be."""
+    code = trial.code
+    if trial.victim == "launcher" and trial.harm == "kill":
+        return "" if code in (0, -signal.SIGKILL) else f"exit code {code}"
+    if "Traceback" in errors:
+        return f"a traceback: {errors[-600:]}"
+    if code == 0:
+        result = json.loads(output.splitlines()[-1])
+        trial.accuracy = result["accuracy"]
+        if trial.accuracy is None or trial.accuracy < LEARNED:
+            return f"exit code 0 and accuracy {trial.accuracy}"
+        return ""
+    if victim is None or trial.victim == "launcher":
+        return f"exit code {code}, and nothing was harmed that counts: {errors[-300:]}"
+    if code != 3:
+        return f"exit code {code}: {errors[-300:]}"
+    return may_end(trial, errors)
+
+
+def may_end(trial: Trial, errors: str) -> str:
+    """Whether a run may end because of this loss."""
+    if trial.victim == "fork server":
+        return "" if "fork server" in errors or "rank" in errors else f"not named: {errors[-300:]}"
+    if "rank" not in errors:
+        return f"the lost rank is not named: {errors[-300:]}"
+    goes_on = trial.method not in SYNCHRONOUS or trial.on_loss == "continue"
+    if goes_on and trial.victim == "worker":
+        return f"ended by the loss of a worker: {errors[-300:]}"
+    return ""
+
+
+def measure(choose: random.Random) -> float:
+    """How long a run takes here, undisturbed."""
+    trial = Trial("gossip", "launcher", "none", None, 0.0, 0.0, 0)
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run(command_of(trial, out), check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begun_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    choose = random.Random(options.seed)
+    usual_s = measure(choose)
+    trials, failed = Counter[str](), 0
+    for number in range(options.trials):
+        trial = draw(choose, usual_s)
+        run(trial, choose, usual_s)
+        trials[f"{trial.harm} {trial.victim}"] += 1
+        failed += bool(trial.found)
+        print(json.dumps({"trial": number, **asdict(trial)}), flush=True)
+    told = {"trials": options.trials, "failed": failed, "usual_s": usual_s, **trials}
+    print(json.dumps(told))
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
