@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import paceline as pl
 from paceline.errors import UsageError
 from paceline.flat import Flat
 
@@ -188,3 +189,14 @@ def test_sparse_gradients_are_refused():
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match="the gradient of weight is sparse"):
         flat.gather()
+
+
+def test_a_worker_that_is_alone_has_its_parameters_where_torch_would_have_them():
+    """On some processors the last bit of a product depends on it, and alone is bit for bit."""
+
+    def train(worker):
+        net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        net, _ = worker.setup(net, SGD(net.parameters(), lr=0.1))
+        assert all(parameter.data_ptr() % 64 == 0 for parameter in net.parameters())
+
+    pl.simulate(train, workers=1)

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 
 Allocate = Callable[[int, Tensor], Tensor]
+ALIGNMENT = 64
+"""The bytes that torch aligns the memory of a tensor to."""
 
 
 class Span(NamedTuple):
@@ -39,9 +41,13 @@ class Flat:
         model: names the parameters in messages.
         optimizer: says which parameters are trained, in which groups.
         allocate: gives zeroed memory for a vector, ``allocate(numel, like)``.
+        aligned: whether each parameter begins where torch would begin it. On some processors the
+            last bit of a matrix product depends on that.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, allocate: Allocate) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, allocate: Allocate, aligned: bool = False
+    ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.groups: list[slice] = []
         self.spans: list[Span] = []
@@ -56,6 +62,8 @@ class Flat:
                     self._frozen.append((name, parameter))
                     continue
                 _check(name, parameter)
+                if aligned:
+                    start += -start % (ALIGNMENT // parameter.element_size())
                 end = start + parameter.numel()
                 self.spans.append(Span(name, parameter, start, end, number))
                 start = end

@@ -26,10 +26,12 @@ class Replica:
             :class:`~paceline.guard.Guard`); ``overflow`` is true then, too.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, allocate: Allocate) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, allocate: Allocate, aligned: bool = False
+    ) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
-        self.flat = Flat(model, optimizer, allocate)
+        self.flat = Flat(model, optimizer, allocate, aligned)
         self.optimizer = optimizer
         self.samples = 1
         self.overflow = self.dropped = False

@@ -125,9 +125,9 @@ class Worker:
         if isinstance(optimizer, PacedOptimizer):
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
         model.to(self.device)
-        replica = Replica(model, optimizer, self._transport.allocate)
+        alone = self._transport.size == 1  # then this is the plain optimizer, bit for bit
+        replica = Replica(model, optimizer, self._transport.allocate, aligned=alone)
         self._transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
-        alone = self._transport.size == 1
         self._pace = Pace(self.strategy, replica, self._transport, self._costs, alone)
         self._pace.choose_batches = self.hand.before_step
         self._pace.on_step = self._after_step
