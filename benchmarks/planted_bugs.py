@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -72,10 +73,10 @@ print(json.dumps(found))
 def find(bug: Bug, seeds: int) -> Find:
     """How many seeds of a method it took, and the law that was broken first."""
     with tempfile.TemporaryDirectory() as folder:
-        source = plant(bug, Path(folder))
+        source, given = plant(bug, Path(folder)), filter(None, [os.environ.get("PYTHONPATH")])
         told = subprocess.run(
             [sys.executable, "-c", _TRY, " ".join(bug.methods), str(seeds)],
-            env={"PYTHONPATH": str(source), "PATH": ""},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *given])},
             capture_output=True,
             text=True,
             check=True,

@@ -300,7 +300,7 @@ def test_nothing_hangs_on_a_model_after_the_end():
         (lambda worker, net: worker.settle(), r"call worker.setup\(model, optimizer\) first"),
         (lambda worker, net: (make(worker, net), make(worker, net)), "must be called once"),
         (lambda worker, net: (make(worker, net), worker.clip_gradients(0)), "max_norm .0. must"),
-        (lambda worker, net: (make(worker, net), worker.load("/nowhere")), "no saved state in"),
+        (lambda worker, net: (make(worker, net), worker.load("/dev/nowhere")), "no saved state in"),
         (
             lambda worker, net: (make(worker, net), worker.answer(nn.Linear(1, 1)).__enter__()),
             "takes the model that worker.setup was given",
@@ -310,7 +310,7 @@ def test_nothing_hangs_on_a_model_after_the_end():
             "must not be called inside worker",
         ),
         (
-            lambda worker, net: (make(worker, net)[1].step(), worker.load_weights("/nowhere")),
+            lambda worker, net: (make(worker, net)[1].step(), worker.load_weights("/dev/nowhere")),
             "load_weights must be called before the first step, got 1 steps",
         ),
     ],

@@ -71,8 +71,9 @@ class Cyclic(GradientServed):
         ...     model(x).backward()  # gradients 1 and 2
         ...     sgd.step()
         ...     worker.log(weight=model.weight.item())
-        >>> run = pl.simulate(train, workers=2, strategy="cyclic(max_accumulated=1)")
-        >>> [m["weight"] for m in run.metrics]  # rank 0 goes half its way, then rank 1
+        >>> fixed = "cyclic(max_accumulated=1)"
+        >>> run = pl.simulate(train, workers=2, strategy=fixed)
+        >>> [m["weight"] for m in run.metrics]  # each goes half its way
         [-0.5, -1.5]
 
     Faults: a slow worker lets the others go on, until they have ``max_accumulated`` and wait for

@@ -147,9 +147,10 @@ class Hierarchical(Lockstep):
         self.met += 1
         if not self._is_for_all(self.met):
             self._average_group(x, self.in_group)
-            self.in_group = self.in_group if self.group.size == 1 else 0
+            self.in_group = 0
             return True
-        going_on = self.meet(x, self.in_group or self.in_all)
+        alone = self.group.size == 1  # then an average in the group is none
+        going_on = self.meet(x, self.in_all if alone else self.in_group or self.in_all)
         self.in_group = self.in_all = 0
         return going_on
 
