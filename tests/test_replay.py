@@ -131,6 +131,45 @@ def test_a_replay_stops_each_worker_where_it_saw_that_all_were_to_stop(reference
     assert virtual.steps == real.steps < 40 * 16
 
 
+@on_shared_memory
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "downpour", "easgd(interval=2)", "cyclic", "gossip", "adpsgd"]
+)
+def test_a_replay_goes_through_the_loss_of_a_worker(strategy, reference, train, tmp_path):
+    real, virtual = tmp_path / "real", tmp_path / "virtual"
+    fault = pl.kill(rank=1).at(step=3)
+    pl.launch(reference, strategy=strategy, faults=[fault], on_loss="continue", out=real, **RUN)
+    result = pl.simulate(train, strategy=strategy, cluster="wan", replay=real, out=virtual, **RUN)
+    assert [(e["event"], e["rank"]) for e in result.events] == [("lost", 1)]
+    assert largest_difference(virtual / "model.safetensors", real / "model.safetensors") is None
+    assert events_of(virtual) == events_of(real)
+
+
+@on_shared_memory
+def test_a_run_that_lacks_what_others_had_of_a_killed_worker_is_not_replayed(
+    recorded, train, tmp_path
+):
+    folder = edited(recorded, tmp_path, 1, lambda lines: lines[: len(lines) // 2])
+    tell_events(folder, {"t": 0.1, "event": "lost", "rank": 1})
+    with pytest.raises(pl.UsageError, match="lacks the last moments of rank 1"):
+        pl.simulate(train, strategy="downpour", arguments={"epochs": 1}, replay=folder, **RUN)
+
+
+def tell_events(folder, *events):
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "events": events}))
+
+
+@on_shared_memory
+def test_a_run_in_which_a_rank_came_again_is_not_replayed(recorded, train, tmp_path):
+    folder = shutil.copytree(recorded, tmp_path / "again")
+    for event, rank in [("restarted", 1), ("lost", 3)]:
+        tell_events(folder, {"t": 0.1, "event": event, "rank": rank})
+        with pytest.raises(pl.UsageError, match="a replay can follow the loss of workers only"):
+            how = {"strategy": "downpour", "arguments": {"epochs": 1}, **RUN}
+            pl.simulate(train, replay=folder, **how)
+
+
 def events_of(folder):
     """What each rank did, without the times."""
     told = {}

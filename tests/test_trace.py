@@ -152,3 +152,12 @@ def test_the_hash_of_a_run_is_that_of_its_file(tmp_path):
         again.record(line["t"], line["rank"], line["event"], line["peer"], line["bytes"])
     assert len(lines) >= 3 * 3 * 2
     assert again.close() == run.trace_hash
+
+
+def test_what_a_killed_rank_did_is_in_its_trace_but_for_the_last_moments(tmp_path):
+    trace = Trace(tmp_path / "trace.jsonl")
+    for number in range(100):
+        trace.record(number / 50, 0, "batch")
+    written = [record["t"] for record in read(tmp_path / "trace.jsonl")]  # it was not closed
+    assert 1.7 <= written[-1] < 1.98
+    assert written == [number / 50 for number in range(len(written))]

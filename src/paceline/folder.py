@@ -180,6 +180,9 @@ _RECORDED: dict[str, type] = {
 """What a replay needs to know of a run, and of which type it is in the configuration."""
 
 
+_CAME = {"joined", "rejoined", "restarted", "succeeded", "outlived"}
+
+
 class RecordedRun:
     """What a real run has left in its folder, for a replay of it."""
 
@@ -215,6 +218,24 @@ class RecordedRun:
         if not (self.path / MODEL).is_file():
             raise self._unfit(f"it has no {MODEL}, so the run has not come to its end")
         return self.path / MODEL
+
+    def lost(self) -> frozenset[int]:
+        """The workers that were lost; refuses a run in which any rank came late, or came again."""
+        try:
+            events = read_object(self.path / RESULT).get("events") or []
+            told = [(str(event["event"]), int(event["rank"])) for event in events]
+        except (OSError, ValueError) as error:
+            raise self._unfit(f"{RESULT} cannot be read: {why(error)}") from None
+        except (KeyError, TypeError):
+            raise self._unfit(f"{RESULT}: events must be a list of events") from None
+        came = sorted({event for event, _ in told} & _CAME)
+        lost = frozenset(rank for event, rank in told if event == "lost")
+        if came or any(rank >= self.config["workers"] for rank in lost):
+            raise self._unfit(
+                "a rank came late, came again or had a successor, and a replay can follow the loss"
+                " of workers only"
+            )
+        return lost
 
     def check_files(self) -> None:
         """Refuse a trace and a model that are not what they must be; runs nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.sim.faults import Fault
@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 class Hazards:
     """Called before each step of a rank: kills, stops or slows it down when that is due.
 
-    What happens at a time is done by the launcher, except for slowing down.
+    What happens at a time is done by the launcher, except for slowing down. ``before_end`` is
+    called before a rank is killed.
     """
 
     def __init__(
-        self, faults: Sequence[dict[str, Any]], transport: Transport, channel: Channel
+        self,
+        faults: Sequence[dict[str, Any]],
+        transport: Transport,
+        channel: Channel,
+        before_end: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before_end = before_end
         mine = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
         self._faults = [] if transport.late else mine
         self._transport, self._channel = transport, channel
@@ -37,6 +43,7 @@ class Hazards:
             if fault.kind == "slow" and self._is_slow(fault, step, now_s):
                 time.sleep((now_s - self._ended_s) * ((fault.factor or 1.0) - 1))
             elif fault.at_step == step and fault.kind == "kill":
+                self._before_end()
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.at_step == step and fault.kind == "freeze":
                 self._tell("stopped", now_s)

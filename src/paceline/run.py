@@ -233,8 +233,11 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
     )
     keeper = _keeper_of_rank(argument["checkpoints"], channel)
     seed_user_generators(argument["seed"], transport.rank)
+    hazards = Hazards(
+        argument["faults"], transport, channel, lambda: files.trace.flush() if files.trace else None
+    )
     worker = Worker(
-        MeteredTransport(transport, files.trace, Hazards(argument["faults"], transport, channel)),
+        MeteredTransport(transport, files.trace, hazards),
         unpack_strategy(argument["strategy"]),
         workers=argument["workers"],
         seed=argument["seed"],
@@ -330,10 +333,12 @@ def simulate(
     size = ranks_for(prototype, workers)
     all_faults = [*place.faults, *faults]
     check_faults(all_faults, place, size, prototype)
-    losses = Losses(prototype, workers, on_loss, max_restarts)
     same = {"workers": workers, "strategy": repr(prototype), "seed": seed}
     same["arguments"] = dict(arguments or {})
     record = _recorded(replay, out, all_faults, same)
+    if record is not None and record.lost:
+        on_loss = on_loss or "continue"  # it did, or it would have no answer
+    losses = Losses(prototype, workers, on_loss, max_restarts)
     program = _found(train) if isinstance(train, dict) else train  # all is checked by now
     saving = Saving(
         out, steps=checkpoint_steps, minutes=checkpoint_minutes, keep=keep, resume=resume
@@ -450,7 +455,7 @@ def _recorded(
         raise UsageError("replay must not be used with faults, here or in the cluster's file")
     run = RecordedRun(replay)
     run.check(out, **same)
-    return Replay(run.trace)
+    return Replay(run.trace, run.lost(), run.config["workers"])
 
 
 def _rank_0_alone_in_out(

@@ -24,6 +24,8 @@ from paceline.errors import UsageError
 from paceline.files import Lines, open_private
 
 _BUFFERED = 4096
+_KEPT_S = 0.25
+"""How much of a real rank's trace is lost at most when it is killed."""
 
 Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
 
@@ -56,6 +58,7 @@ class Trace:
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
         self._flush_at = _BUFFERED
+        self._flush_s = 0.0 if clock is None else math.inf
 
     def record(
         self,
@@ -68,8 +71,9 @@ class Trace:
     ) -> None:
         """Add one event; ``more`` is written, but not part of the hash."""
         self._records.append((time_s, rank, event, peer, nbytes, more or None))
-        if len(self._records) >= self._flush_at:
+        if len(self._records) >= self._flush_at or time_s >= self._flush_s:
             self.flush()
+            self._flush_s = time_s + _KEPT_S if self._clock is None else math.inf
             self._flush_at = _BUFFERED + 2 * len(self._records)  # those that are still ahead
 
     def flush(self) -> None:

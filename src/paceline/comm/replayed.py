@@ -4,17 +4,21 @@ A real run leaves to chance which message comes first, which version is read, wh
 and who is still seen. Its trace tells all of that, in each rank's own order. In a replay the next
 recorded event of a rank decides what chance decided then, and every event that the rank notes must
 be the recorded one, but for the time that it took.
+
+A worker that was lost then is killed where its record ends, once the others have had all of it that
+they had then.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.comm.metered import MeteredTransport
 from paceline.errors import PacelineError, PeerLost, UsageError
+from paceline.sim.faults import kill
 from paceline.trace import Trace, is_duration, read
 
 if TYPE_CHECKING:
@@ -26,12 +30,21 @@ Event = dict[str, Any]
 Edition = tuple[int, int]
 """A rank, and the version of what it published."""
 T = TypeVar("T")
+_NEEDS = {"send", "post", "recv", "peek"}
+"""What a rank does with another that is there."""
 
 
 class Replay:
-    """A recorded run, as the ranks of its replay share it."""
+    """A recorded run, as the ranks of its replay share it.
 
-    def __init__(self, trace: Path) -> None:
+    Args:
+        trace: its trace.
+        lost: the workers that were lost.
+        workers: how many there were.
+    """
+
+    def __init__(self, trace: Path, lost: Collection[int] = (), workers: int = 0) -> None:
+        self.lost = lost
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
         try:
             for record in read(trace):
@@ -41,13 +54,33 @@ class Replay:
             if not self._events:
                 raise ValueError("it holds no record")
             self._archive = Archive(event for events in self._events.values() for event in events)
+            self._ends = Ends(self._events, lost, workers)
+            lacking = [rank for rank in lost if self._lacks(rank)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{trace} is not the trace of a run: {error}") from None
+        for rank in lacking:
+            raise UsageError(
+                f"{trace} lacks the last moments of rank {rank}, which was killed: others had more"
+                " of it than it has written down, so the run cannot be replayed"
+            )
+
+    def _lacks(self, rank: int) -> bool:
+        """Whether others have had something of ``rank`` that its own record does not hold."""
+        own, sent, had, published, seen = self._events[rank], Counter[Any](), Counter[Any](), 0, 0
+        for event in own:
+            sent[event["peer"], event.get("tag")] += event["event"] in ("post", "send")
+            published = max(published, event["version"] if event["event"] == "publish" else 0)
+        for reader, events in self._events.items():
+            for event in events:
+                if event["peer"] == rank:
+                    had[reader, event.get("tag")] += event["event"] == "recv"
+                    seen = max(seen, event["version"] or 0 if event["event"] == "peek" else 0)
+        return not own or seen > published or not had <= sent
 
     def follow(self, inner: SimulatedTransport, trace: Trace) -> ReplayedTransport:
         """The transport of a rank that does as it did."""
         script = Script(inner.rank, self._events[inner.rank])
-        return ReplayedTransport(inner, trace, script, self._archive)
+        return ReplayedTransport(inner, trace, script, self._archive, self._ends)
 
 
 class Script:
@@ -72,6 +105,10 @@ class Script:
         """The next event, if it has these ``facts``; None when the present look saw nothing."""
         due = self.next
         return due if due is not None and facts.items() <= due.items() else None
+
+    def ahead(self, event: str) -> Event | None:
+        """The next event of that kind."""
+        return next((due for due in self._events[self._done :] if due["event"] == event), None)
 
     def go_on(self, event: Event) -> None:
         """Leave an event behind, of which all must be true that was recorded."""
@@ -131,6 +168,44 @@ class Archive:
         return version, self._kept[edition] if self._wanted[edition] else self._kept.pop(edition)
 
 
+class Ends:
+    """The ends of those that were lost, and what others still have to do with each before."""
+
+    def __init__(
+        self, events: Mapping[int, Iterable[Event]], lost: Collection[int], workers: int
+    ) -> None:
+        self.lost, self._left = frozenset(lost), workers - len(lost)
+        theirs = (event for mine in events.values() for event in mine)
+        needs = Counter(event["peer"] for event in theirs if event["event"] in _NEEDS)
+        self._needed = {rank: needs[rank] for rank in lost}
+        self._waiting: dict[int, SimulatedTransport] = {}
+
+    def missed(self, members: int) -> frozenset[int]:
+        """Who was not among so many workers that met."""
+        missing = self._left + len(self.lost) - members
+        if missing not in (0, len(self.lost)):
+            raise PacelineError(
+                f"{members} workers met, and the trace does not say which of the lost ones did"
+            )
+        return self.lost if missing else frozenset()
+
+    def passes(self, event: str, peer: int | None) -> None:
+        """Hear that a rank has come to an event of its record."""
+        if peer in self._needed and event in _NEEDS:
+            self._needed[peer] -= 1
+            if not self._needed[peer] and peer in self._waiting:
+                self._waiting[peer].world.end_wait(peer)
+
+    def come(self, transport: SimulatedTransport) -> None:
+        """Have a rank end, when all others have had of it what they had."""
+        rank = transport.rank
+        if self._needed[rank]:
+            self._waiting[rank] = transport
+            transport.wait("its end", (), lambda: None)
+        transport.world.inject(kill(rank=rank))
+        transport.step_begins(-1)
+
+
 class ReplayedTransport(MeteredTransport):
     """One rank of a replay: what chance decides comes from its script.
 
@@ -140,13 +215,37 @@ class ReplayedTransport(MeteredTransport):
     inner: SimulatedTransport
 
     def __init__(
-        self, inner: SimulatedTransport, trace: Trace, script: Script, archive: Archive
+        self,
+        inner: SimulatedTransport,
+        trace: Trace,
+        script: Script,
+        archive: Archive,
+        ends: Ends,
     ) -> None:
         super().__init__(inner, trace)
-        self._script, self._archive = script, archive
+        self._script, self._archive, self._ends = script, archive, ends
+
+    def _come_to_end(self) -> None:
+        """End here, if this rank was lost and has done all that it did."""
+        if self._script.next is None and self.rank in self._ends.lost:
+            self._ends.come(self.inner)
+
+    def last_members(self) -> tuple[tuple[int, int], ...]:
+        """Whether they knew of a loss is seen by how many of them meet."""
+        due = self._script.ahead("all_reduce") if self._ends.lost else None
+        if due is None:
+            return super().last_members()
+        missed = self._ends.missed(due["members"])
+        return tuple((rank, self.life(rank)) for rank in range(self.size) if rank not in missed)
+
+    def step_begins(self, step: int) -> None:
+        self._come_to_end()
+        super().step_begins(step)
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
+        self._come_to_end()
         self._script.go_on({"event": event, "peer": peer, "bytes": nbytes, **more})
+        self._ends.passes(event, peer)
         super().note(event, peer, nbytes, **more)
 
     def alive(self) -> tuple[int, ...]:
@@ -162,6 +261,7 @@ class ReplayedTransport(MeteredTransport):
         return self._saw_retired(self._retired if due is None else frozenset(due["ranks"]))
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
+        self._come_to_end()
         came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")
         left, start_s = bool(came_out["event"] == "post"), self._clock()
         if left:
@@ -171,6 +271,7 @@ class ReplayedTransport(MeteredTransport):
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
     ) -> tuple[int, Tensor]:
+        self._come_to_end()
         if len(sources) > 1:
             peer = self._script.decision(f"{op} with tag {tag}", "recv", "gone")["peer"]
             sources = sources if peer is None else (peer,)
@@ -184,11 +285,13 @@ class ReplayedTransport(MeteredTransport):
         return self._polled(self._come(lambda: self.inner.take(like, (peer,), tag, "poll")), tag)
 
     def publish(self, x: Tensor) -> int:
+        self._come_to_end()
         version = super().publish(x)
         self._archive.add((self.rank, version), x)
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
+        self._come_to_end()
         version = self._script.decision(f"peek at rank {src}", "peek")["version"]
 
         def look() -> tuple[int, Tensor] | None:
@@ -204,6 +307,7 @@ class ReplayedTransport(MeteredTransport):
             raise self._script.differs(f"the end of rank {lost.rank}") from None
 
     def ticket(self, queue: int, epoch: int) -> int | None:
+        self._come_to_end()
         return self._drew(queue, epoch, self._script.decision("ticket", "ticket")["number"])
 
     def close(self) -> None:
