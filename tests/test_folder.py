@@ -212,7 +212,7 @@ def test_a_trace_that_is_given_up_in_the_middle_is_hashed_to_its_end(tmp_path):
         if number == 5000:
             runs.fill_disk_under(tmp_path / "trace.jsonl")
         for one in (whole, trace):
-            one.record(number * 1.0, 0, "send", 1, 8)
+            one.record(number * 1e-6, 0, "send", 1, 8)
         if number == 5000:
             with pytest.warns(UserWarning, match=f"given up: {FULL}"):
                 trace.flush()
