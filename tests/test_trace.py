@@ -158,6 +158,22 @@ def test_what_a_killed_rank_did_is_in_its_trace_but_for_the_last_moments(tmp_pat
     trace = Trace(tmp_path / "trace.jsonl")
     for number in range(100):
         trace.record(number / 50, 0, "batch")
-    written = [record["t"] for record in read(tmp_path / "trace.jsonl")]  # it was not closed
+    written = [record["t"] for record in read(tmp_path / "trace.jsonl")]
+    trace.close()  # which a killed rank does not
     assert 1.7 <= written[-1] < 1.98
     assert written == [number / 50 for number in range(len(written))]
+
+
+@pytest.mark.parametrize("kept", range(1, 40, 3))
+def test_a_line_that_was_cut_off_before_another_life_went_on_is_left_out(tmp_path, kept):
+    path = tmp_path / "trace.0.jsonl"
+    for life in range(2):
+        trace = Trace(path, goes_on=life > 0)
+        trace.record(float(life), 0, "batch")
+        trace.record(life + 0.5, 0, "step")
+        trace.close()
+        if life == 0:
+            first, second = path.read_text().splitlines(keepends=True)
+            path.write_text(first + second[:kept])
+    merge([path], tmp_path / "trace.jsonl")
+    assert [record["t"] for record in read(tmp_path / "trace.jsonl")] == [0.0, 1.0, 1.5]

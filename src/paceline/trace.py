@@ -27,6 +27,9 @@ _BUFFERED = 4096
 _KEPT_S = 0.25
 """How much of a real rank's trace is lost at most when it is killed."""
 
+_BEGINS = '{"t": '
+"""What each line begins with."""
+
 Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
 
 
@@ -175,12 +178,17 @@ def _json(value: Any) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[float, str]]:
-    """Each whole line with its time."""
+    """Each whole line with its time; one that was cut off by a crash is left out.
+
+    That is the last one, or the one before which another life of its rank went on.
+    """
     with path.open(encoding="utf-8") as file:
         try:
             for line in file:
-                if line.endswith("\n"):
-                    yield float(line[6 : line.find(",")]), line
+                begins = line[: len(_BEGINS)].rstrip("\n")
+                cut_off = not line.endswith("}\n") and _BEGINS.startswith(begins)
+                if not cut_off and line.endswith("\n"):
+                    yield float(line[len(_BEGINS) : line.find(",")]), line
         except ValueError as error:
             raise UsageError(f"{path}: not a trace: {error}") from None
 

@@ -233,8 +233,9 @@ class Ends(Observer):
     def _finish(self, worker: Worker, inner: Any) -> None:
         inner()
         assert worker.pace is not None
-        x = worker.pace.replica.flat.x
-        self.scene.finished[worker.rank] = x.clone()
+        spans = worker.pace.replica.flat.spans  # a single worker's vector has gaps between them
+        x = torch.cat([span.parameter.detach().reshape(-1) for span in spans])
+        self.scene.finished[worker.rank] = x
         self.scene.check(
             bool(torch.isfinite(x).all()), "finite", f"rank {worker.rank} ends with {x.tolist()}"
         )
