@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.comm.base import Limits
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, make_strategy
 
 MARK = "PACELINE_TRIAL"
 WORKERS = 3
@@ -57,7 +57,8 @@ class Trial:
 
 def draw(choose: random.Random, usual_s: float) -> Trial:
     method = choose.choice(sorted(STRATEGIES))
-    victim = choose.choice(VICTIMS)
+    serves = len(make_strategy(method).roles(WORKERS)) > WORKERS
+    victim = choose.choice([who for who in VICTIMS if serves or who != "server"])
     harm = choose.choice(("kill", "stop"))
     on_loss = choose.choice((None, "continue")) if method in SYNCHRONOUS else None
     at_s, stopped_s = choose.uniform(0, 1.1 * usual_s), choose.uniform(0.5, 9)
@@ -91,7 +92,7 @@ def victim_of(trial: Trial, launcher: int, mark: str, choose: random.Random) -> 
 
 def command_of(trial: Trial, out: str) -> list[str]:
     command = [sys.executable, "-m", "paceline", "run", "-s", trial.method, "-w", str(WORKERS)]
-    command += ["--model", "mlp", "--epochs", "2", "--seed", str(trial.seed), "--json", "--quiet"]
+    command += ["--model", "mlp", "--epochs", "12", "--seed", str(trial.seed), "--json", "--quiet"]
     command += ["--on-loss", trial.on_loss] if trial.on_loss else []
     return [*command, "--out", f"{out}/run"]
 

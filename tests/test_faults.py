@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from support import runs
 from support.worlds import on_both, on_distributed, on_shared_memory
 
 import paceline as pl
+from paceline.nursery import receive_message
 
 WORKERS = 4
 PATIENCE_S = 10.0
@@ -273,3 +275,11 @@ def test_a_lost_rank_ends_all_others_of_another_launcher_wherever_they_are(tmp_p
     never = told["logs"][0]
     assert "paceline: rank 0 still waits at the start for rank 2 after 3 s; the limit is" in never
     assert "lost rank 2 in the run" in never and "pl.Limits(start_s=6)" in never
+
+
+def test_a_fork_server_that_died_before_it_read_a_request_has_ended():
+    ours, theirs = socket.socketpair()
+    ours.send(b"a request")
+    theirs.close()
+    with ours:
+        assert receive_message(ours) is None

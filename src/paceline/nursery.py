@@ -35,16 +35,19 @@ def send_message(
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Receive one message and its file descriptors; None when the other side has ended."""
-    header, fds, _, _ = socket.recv_fds(sock, 4, _MAX_FDS)
-    if not header:
-        return None
-    (length,) = struct.unpack("!I", header)
-    body = b""
-    while len(body) < length:
-        part = sock.recv(length - len(body))
-        if not part:
+    try:
+        header, fds, _, _ = socket.recv_fds(sock, 4, _MAX_FDS)
+        if not header:
             return None
-        body += part
+        (length,) = struct.unpack("!I", header)
+        body = b""
+        while len(body) < length:
+            part = sock.recv(length - len(body))
+            if not part:
+                return None
+            body += part
+    except ConnectionResetError:  # it was killed before it had read what was sent to it
+        return None
     return json.loads(body), fds
 
 

@@ -148,7 +148,10 @@ class Nursery:
     def start(self, config: Message, fds: Sequence[int], limits: Limits) -> int:
         """Start a rank with file descriptors of its own; return its pid."""
         itself = Processes(lambda _: self._process.pid if self._process else 0, limits)
-        send_message(self.socket, config, [1, 2, *fds])
+        try:
+            send_message(self.socket, config, [1, 2, *fds])
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._lost() from None
         while True:
             while not _readable([self.socket.fileno()]):
                 if reason := itself.why_stopped(0):
@@ -157,11 +160,17 @@ class Nursery:
                 self.ended.pop(pid, None)
                 return pid
 
+    def _lost(self) -> PacelineError:
+        """The error of a run whose ranks ended with the process that they were started from."""
+        error = PacelineError(f"{STARTER} has ended, and the ranks with it")
+        error.exit_code = 3
+        return error
+
     def hear(self) -> int | None:
         """Hear one message: the pid of a rank that started, or that one has ended."""
         heard = receive_message(self.socket)
         if heard is None:
-            raise PacelineError(f"{STARTER} has ended")
+            raise self._lost()
         message, _ = heard
         if "started" in message:
             return int(message["started"])
