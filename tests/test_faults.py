@@ -156,6 +156,7 @@ def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, told
             **more,
         )
     assert told is None or re.search(told, str(caught.value))
+    assert told is None or caught.value.exit_code == (1 if how == "raise" else 3)
     assert [runs.state_of(pid) for pid in nurseries] == [None]
 
 

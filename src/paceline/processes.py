@@ -151,31 +151,32 @@ class Nursery:
         try:
             send_message(self.socket, config, [1, 2, *fds])
         except (BrokenPipeError, ConnectionResetError):
-            raise self._lost() from None
+            raise _nursery_lost("has ended, and the ranks with it") from None
         while True:
             while not _readable([self.socket.fileno()]):
                 if reason := itself.why_stopped(0):
-                    raise PacelineError(f"{STARTER} cannot start one: {reason}")
+                    raise _nursery_lost(f"cannot start one: {reason}")
             if (pid := self.hear()) is not None:
                 self.ended.pop(pid, None)
                 return pid
-
-    def _lost(self) -> PacelineError:
-        """The error of a run whose ranks ended with the process that they were started from."""
-        error = PacelineError(f"{STARTER} has ended, and the ranks with it")
-        error.exit_code = 3
-        return error
 
     def hear(self) -> int | None:
         """Hear one message: the pid of a rank that started, or that one has ended."""
         heard = receive_message(self.socket)
         if heard is None:
-            raise self._lost()
+            raise _nursery_lost("has ended, and the ranks with it")
         message, _ = heard
         if "started" in message:
             return int(message["started"])
         self.ended[message["ended"]] = message["code"]
         return None
+
+
+def _nursery_lost(what: str) -> PacelineError:
+    """The error of a run that has lost the process its ranks are started from."""
+    error = PacelineError(f"{STARTER} {what}")
+    error.exit_code = 3
+    return error
 
 
 @dataclass

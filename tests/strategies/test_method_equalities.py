@@ -721,6 +721,18 @@ def test_a_pull_reads_the_peer_as_it_is_after_its_last_mixing(problem):
         assert_close(problem.replicas[rank], xs[rank])
 
 
+@settings(max_examples=6)
+@given(problem=problems)
+def test_a_pull_over_a_slow_link_reads_the_step_of_a_peer_that_waits_itself(problem):
+    """Two workers that ask each other at once both read what the other has just learned."""
+    problem.run("gossip", 2, cluster=replace(beat(), network=Link(latency_s=10.0)))
+    x = flat(problem.model())
+    for step in range(problem.steps):
+        x = sum(move(x, gradient_at(problem, x, rank, step), 0.1) for rank in range(2)) / 2
+    for rank in range(2):
+        assert_close(problem.replicas[rank], x)
+
+
 @settings(max_examples=10)
 @given(problem=problems, workers=crowds)
 @pytest.mark.parametrize("strategy", ["gossip(interval=100)", "gossip(mode=push, interval=100)"])

@@ -110,6 +110,11 @@ class Gossip(Decentralised):
     def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         return self.sync
 
+    @property
+    def _is_read(self) -> bool:
+        """Whether peers read this worker's model at moments of their own."""
+        return self.mode == "pull" and not self.sync
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
         if self.probability is not None or not self.sync:
             return None
@@ -121,6 +126,8 @@ class Gossip(Decentralised):
     def step(self, x: Tensor, g: Tensor | None) -> None:
         if self.order == "mix_first":  # the next gradient is taken at the mixed model
             self._local_step()
+            if self._is_read:  # while this worker waits for the model of its peer
+                self.show(x)
             average(x, self._gossip(x))
         elif self.order == "parallel":
             theirs = self._gossip(x)
