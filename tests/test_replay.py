@@ -40,12 +40,13 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def train(worker, epochs=2, stops=False):
-    data = torch.Generator().manual_seed(5)
-    x, y = torch.randn(62, 6, generator=data), torch.randint(3, (62,), generator=data)
+def train(worker, epochs=2, stops=False, data="auto"):
+    draws = torch.Generator().manual_seed(5)
+    x, y = torch.randn(62, 6, generator=draws), torch.randint(3, (62,), generator=draws)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.05, momentum=0.9))
-    batches = worker.setup_dataloaders(DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    batches = worker.setup_dataloaders(loader, data=data)
     loss = None  # others may take every batch
     for _ in range(epochs):
         for inputs, targets in batches:
@@ -137,9 +138,10 @@ def test_a_replay_stops_each_worker_where_it_saw_that_all_were_to_stop(reference
 )
 def test_a_replay_goes_through_the_loss_of_a_worker(strategy, reference, train, tmp_path):
     real, virtual = tmp_path / "real", tmp_path / "virtual"
+    how = {**RUN, "strategy": strategy, "arguments": {"data": "static"}}  # all come to step 3
     fault = pl.kill(rank=1).at(step=3)
-    pl.launch(reference, strategy=strategy, faults=[fault], on_loss="continue", out=real, **RUN)
-    result = pl.simulate(train, strategy=strategy, cluster="wan", replay=real, out=virtual, **RUN)
+    pl.launch(reference, faults=[fault], on_loss="continue", out=real, **how)
+    result = pl.simulate(train, cluster="wan", replay=real, out=virtual, **how)
     assert [(e["event"], e["rank"]) for e in result.events] == [("lost", 1)]
     assert largest_difference(virtual / "model.safetensors", real / "model.safetensors") is None
     assert events_of(virtual) == events_of(real)

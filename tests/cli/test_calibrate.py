@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def train(worker, steps=16):
     net = torch.nn.Linear(8, 2)
     net, sgd = worker.setup(net, torch.optim.Adam(net.parameters()))
-    data = TensorDataset(torch.randn(400, 8), torch.randn(400, 2))
+    data = TensorDataset(torch.randn(8192, 8), torch.randn(8192, 2))
     loader = worker.setup_dataloaders(DataLoader(data, batch_size=4))
     for number, (x, y) in enumerate(loader):
         if number == steps:

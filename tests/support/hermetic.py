@@ -21,7 +21,10 @@ SYSTEM = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev", "/run"),
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include")),
     *(f"/usr/local/{name}" for name in ("bin", "sbin", "lib", "include", "cuda")),
-    *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo")),
+    *(
+        f"/usr/share/{name}"
+        for name in ("zoneinfo", "locale", "locale-langpack", "i18n", "terminfo")
+    ),
 )
 """Programs, libraries and settings that a bare system has; not its data."""
 CACHES = {

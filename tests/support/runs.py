@@ -133,6 +133,7 @@ def train_with_looks(worker: pl.Worker) -> None:
             for number, _ in enumerate(batches):
                 if number == 1:
                     break
+        worker.comm.barrier()  # or the other may have taken all of an epoch before the look
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()

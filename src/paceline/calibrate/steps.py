@@ -220,8 +220,9 @@ def time_steps(transport: Transport, channel: Channel, argument: Message) -> Mes
         return told
     if worker.pace is None or len(clock.counted) < LEAST:
         raise UsageError(
-            f"the script must make at least {WARM_UP + LEAST} steps with batches from"
-            f" worker.setup_dataloaders to be timed; it made {len(clock.gradients)}"
+            f"the script must make at least {WARM_UP + LEAST} steps on each of {workers} workers,"
+            " one a core, with batches from worker.setup_dataloaders; one of them made"
+            f" {len(clock.gradients)}: give it more data, or fewer cores (taskset)"
         )
     return {
         **told,
