@@ -460,7 +460,8 @@ class Worker:
     def no_sync(self) -> Iterator[None]:
         """Inside, ``optimizer.step()`` is the plain local step: nothing is exchanged or counted.
 
-        A method that takes its next model from elsewhere (a server, a look-ahead) forgets them.
+        ``sasgd``, ``downpour``, ``ssp``, ``cyclic`` and ``easgd`` with momentum forget such steps
+        when they next exchange; with the others they stay in the worker's model.
         """
         pace = self._running()
         pace.syncing = False
