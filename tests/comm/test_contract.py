@@ -176,8 +176,9 @@ def test_a_lost_peer_is_named_with_the_operation(transport, op, how):
     assert op in outcome.error.op
     told = [message for _, message in outcome.told]
     assert told, "no survivor told what it saw"
-    if how == "freeze":  # a survivor that is late may see how the launcher ended the stopped rank
-        assert any(message["reason"].startswith("it has been stopped") for message in told)
+    if how == "freeze":  # survivors that are late see how the launcher ended the stopped rank
+        reasons = [outcome.error.reason, *(message["reason"] for message in told)]
+        assert any(reason.startswith("it has been stopped") for reason in reasons)
     for message in told:
         assert message["ranks"] == [2] and op in message["op"]
         assert message["reason"].startswith("it died") or how == "freeze"
