@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import paceline as pl
+from paceline.lab.tasks.fashion import evaluate, load_images, make_loader
 from paceline.strategies import STRATEGIES
-from paceline.tasks.fashion import evaluate, load_images, make_loader
 
 WORKERS, BATCH, RATE = 4, 16, 0.1
 Accuracies = list[list[float]]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import paceline as pl
-from paceline.pace import Pace
+from paceline.lab.tasks.fashion import train
 from paceline.sim.cluster import Cluster, load_cluster
-from paceline.tasks.fashion import train
+from paceline.training.stepper import Stepper
 
 LOOKS = 16
 FORMS = ("cyclic", "cyclic(form=gradient)", "cyclic(form=gradient, max_accumulated=4)")
@@ -40,17 +40,17 @@ def places() -> dict[str, tuple[int, Cluster]]:
     return {"equal": (16, plain), **made}
 
 
-def looks_for_the_token(pace: Any, samples: int) -> float:
-    """Instead of ``Pace._begin``: let the time of the gradient pass in small parts."""
-    pace._transport.step_begins(pace.steps)
-    strategy, seconds = pace.strategy, pace._costs.gradient_s(samples or pace._full_batch)
+def looks_for_the_token(stepper: Any, samples: int) -> float:
+    """Instead of ``Stepper._begin``: let the time of the gradient pass in small parts."""
+    stepper._transport.step_begins(stepper.steps)
+    strategy, seconds = stepper.strategy, stepper._costs.gradient_s(samples or stepper._full_batch)
     for _ in range(LOOKS):
-        pace._transport.compute(seconds / LOOKS)
+        stepper._transport.compute(seconds / LOOKS)
         if strategy.pending:
             strategy._look_for_token()
         if strategy.pending and strategy.token is not None:
-            strategy._take_turn(pace.replica.flat.x, last=False)
-    charged_s: float = pace._transport.meter.charged_s
+            strategy._take_turn(stepper.replica.flat.x, last=False)
+    charged_s: float = stepper._transport.meter.charged_s
     return charged_s
 
 
@@ -60,14 +60,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plain = Pace._begin
+    plain = Stepper._begin
     print("| workers | form | token | accuracy | batches a push | samples/s |")
     print("|---|---|---|---|---|---|")
     for place in options.places:
         workers, cluster = places()[place]
         for form in FORMS:
             for token, begin in (("", plain), ("at once", looks_for_the_token)):
-                Pace._begin = begin  # type: ignore[method-assign]
+                Stepper._begin = begin  # type: ignore[method-assign]
                 how: dict[str, Any] = {"cluster": cluster, "seed": options.seed}
                 run = pl.simulate(train, workers=workers, strategy=form, **how)
                 pushes = sum(count for _, count in run.staleness_counts)

@@ -15,7 +15,7 @@ from typing import Any
 
 from methods_table import put
 
-from paceline.drill.scenario import load_scenarios
+from paceline.lab.drill.scenario import load_scenarios
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 

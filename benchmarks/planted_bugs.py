@@ -57,7 +57,7 @@ def plant(bug: Bug, folder: Path) -> Path:
 
 _TRY = """
 import sys
-from paceline.faulttest.campaign import try_seeds
+from paceline.lab.faulttest.campaign import try_seeds
 import json
 found = []
 for seed in range(0, int(sys.argv[2]), 5):

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from methods_table import put
-
-from paceline.bench.namespaces import SlowNetwork, payload_rate, why_not
-from paceline.bench.slow import (
+from namespaces import SlowNetwork, payload_rate, why_not
+from slow_training import (
     DDP,
     PLAIN,
     TORCH,
@@ -35,7 +34,8 @@ from paceline.bench.slow import (
     run_job,
     simulate_job,
 )
-from paceline.folder import provenance
+
+from paceline.record.folder import provenance
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.strategies import STRATEGIES
 

@@ -2,9 +2,9 @@
 
     python benchmarks/sweep_lr.py [--models mlp,cnn] [--strategies sasgd] [--start 0.01]
 
-The sweep is that of :mod:`paceline.sweep`, from three rates around ``--start``. The outcome is
-``src/paceline/tasks/learning_rates.json``, which the task reads its defaults from. The claims of
-the papers have rates of their own: ``paceline papers --sweep``.
+The sweep is that of :mod:`paceline.lab.sweep`, from three rates around ``--start``. The outcome is
+``src/paceline/lab/tasks/learning_rates.json``, which the task reads its defaults from. The claims
+of the papers have rates of their own: ``paceline papers --sweep``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import argparse
 import json
 from pathlib import Path
 
-from paceline.folder import provenance
+from paceline.lab.sweep import SEEDS, Arm, sweep
+from paceline.lab.tasks.recipe import EPOCHS, RATES
+from paceline.lab.trials import Trial
+from paceline.record.folder import provenance
 from paceline.sim.cluster import load_cluster
 from paceline.strategies import STRATEGIES, make_strategy
-from paceline.sweep import SEEDS, Arm, sweep
-from paceline.tasks.recipe import EPOCHS, RATES
-from paceline.trials import Trial
 
 SAME = {"layered": "allreduce"}
 """Methods that make the same steps as another one share its rate."""

@@ -25,9 +25,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from paceline.timeline.items import APPLY, COMPUTE, IO, RECEIVE, Span, Step
-from paceline.timeline.traced import TracedRun
-from paceline.trace import read
+from paceline.record.trace import read
+from paceline.report.timeline.items import APPLY, COMPUTE, IO, RECEIVE, Span, Step
+from paceline.report.timeline.traced import TracedRun
 
 ROOT = Path(__file__).parents[1]
 METHODS = {"allreduce": "allreduce", "easgd": "easgd(interval=4)"}

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.tasks.fashion import load_images  # small pictures of clothes, in ten classes
+from paceline.lab.tasks.fashion import load_images  # small pictures of clothes, in ten classes
 
 
 def train(worker):

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.tasks.fashion import load_images
+from paceline.lab.tasks.fashion import load_images
 
 
 def make_model():

@@ -6,8 +6,8 @@ It is compared with two built-in methods on eight simulated machines.
 from dataclasses import dataclass
 
 import paceline as pl
-from paceline.options import at_least
-from paceline.tasks.fashion import train
+from paceline.common.options import at_least
+from paceline.lab.tasks.fashion import train
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.tasks.fashion import load_images
+from paceline.lab.tasks.fashion import load_images
 
 # The launcher's environment says how many we are; leaving the block finishes the run.
 with pl.init(strategy="sasgd(interval=8)") as worker:

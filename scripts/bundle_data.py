@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.tasks.fashion import BUNDLED, read_folder
+from paceline.lab.tasks.fashion import BUNDLED, read_folder
 
 TRAIN, TEST = 400, 100
 

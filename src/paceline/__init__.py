@@ -16,6 +16,7 @@ from paceline._version import __version__
 
 if TYPE_CHECKING:
     from paceline.comm.base import Comm, Limits
+    from paceline.common.faults import cut, degrade, freeze, join, kill, slow
     from paceline.errors import (
         CommTimeout,
         Deadlock,
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
         UsageError,
         WorkerFailed,
     )
-    from paceline.results import Result
-    from paceline.run import init, launch, simulate
+    from paceline.launcher.init import init
+    from paceline.launcher.launch import launch
+    from paceline.launcher.simulate import simulate
+    from paceline.record.result import Result
     from paceline.sim.cluster import Cluster
-    from paceline.sim.faults import cut, degrade, freeze, join, kill, slow
     from paceline.strategies.base import Strategy
-    from paceline.worker import Worker
+    from paceline.training.worker import Worker
 
 _HOMES = {
     "Cluster": "paceline.sim.cluster",
@@ -39,20 +41,20 @@ _HOMES = {
     "Limits": "paceline.comm.base",
     "PacelineError": "paceline.errors",
     "PeerLost": "paceline.errors",
-    "Result": "paceline.results",
+    "Result": "paceline.record.result",
     "Strategy": "paceline.strategies.base",
     "UsageError": "paceline.errors",
-    "Worker": "paceline.worker",
+    "Worker": "paceline.training.worker",
     "WorkerFailed": "paceline.errors",
-    "cut": "paceline.sim.faults",
-    "degrade": "paceline.sim.faults",
-    "freeze": "paceline.sim.faults",
-    "init": "paceline.run",
-    "join": "paceline.sim.faults",
-    "kill": "paceline.sim.faults",
-    "launch": "paceline.run",
-    "simulate": "paceline.run",
-    "slow": "paceline.sim.faults",
+    "cut": "paceline.common.faults",
+    "degrade": "paceline.common.faults",
+    "freeze": "paceline.common.faults",
+    "init": "paceline.launcher.init",
+    "join": "paceline.common.faults",
+    "kill": "paceline.common.faults",
+    "launch": "paceline.launcher.launch",
+    "simulate": "paceline.launcher.simulate",
+    "slow": "paceline.common.faults",
 }
 
 __all__ = [

@@ -25,9 +25,7 @@ import difflib
 import traceback
 from collections.abc import Iterable, Sequence
 from signal import Signals
-
-_LEADING = {f"paceline.{name}" for name in ("run", "processes", "reference", "comm.simulated")}
-_LEADING |= {"paceline.sim.kernel", "importlib", "importlib._bootstrap", "runpy"}
+from types import TracebackType
 
 
 class PacelineError(Exception):
@@ -145,7 +143,7 @@ class RunLost(BaseException):
         super().__init__(str(loss))
 
 
-class Served(BaseException):
+class ServingDone(BaseException):
     """Ends a rank that has nothing left to do: it has served, or has come when all was over."""
 
 
@@ -163,11 +161,20 @@ def summary_of(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the user's own code on, without the frames that lead to it."""
+    """The traceback from the user's own code on, without the frames that lead to it.
+
+    The whole one, where there is no code of the user's in it.
+    """
     frames = error.__traceback__
-    while frames and frames.tb_next and frames.tb_frame.f_globals.get("__name__") in _LEADING:
+    while frames is not None and _leads_to_user(frames):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _leads_to_user(frame: TracebackType) -> bool:
+    """Whether a frame is our own, or belongs to the machinery that imports a script."""
+    module = str(frame.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in ("paceline", "importlib", "runpy")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -205,7 +205,7 @@ def train_with_looks(worker):
         sgd.zero_grad()
         F.cross_entropy(net(x), y).backward()
         sgd.step()
-    worker.log(samples=worker.pace.samples)
+    worker.log(samples=worker._session.stepper.samples)
 
 
 LOOPS = [train_with_accumulation, train_with_two_loaders, train_on_a_stream, train_with_a_sampler]
@@ -480,7 +480,7 @@ def test_a_disk_that_is_full_ends_no_run_but_is_told(tmp_path, monkeypatch):
 
 def test_a_disk_without_room_for_two_is_refused_before_the_first_step(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr("paceline.keeper.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("paceline.training.checkpointing.shutil.disk_usage", lambda path: usage)
     with pytest.raises(pl.UsageError, match=r"checkpoints in .* need .* and 100 B are free"):
         Interruptible().run(tmp_path, workers=2, checkpoint_steps=4)
 

@@ -55,8 +55,8 @@ def launched(strategy: str, out: Path, resume: bool = False, **environment: str)
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     if launcher.poll() is not None:
         return []
-    nurseries = runs.children_of(launcher.pid)
-    return [rank for nursery in nurseries for rank in runs.children_of(nursery)]
+    fork_servers = runs.children_of(launcher.pid)
+    return [rank for fork_server in fork_servers for rank in runs.children_of(fork_server)]
 
 
 def latest(out: Path) -> str:

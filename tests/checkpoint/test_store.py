@@ -29,7 +29,7 @@ from paceline.checkpoint.store import (
     open_checkpoint,
     seal,
 )
-from paceline.faulttest.power import FragileDisk, look_at
+from paceline.lab.faulttest.power import FragileDisk, look_at
 
 RANKS = 2
 CONFIG = {"strategy": "AllReduce()", "workers": 2}

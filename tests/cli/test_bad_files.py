@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from paceline.reference import pack_strategy
-from paceline.run import simulate
+from paceline.lab.tasks.fashion import train
+from paceline.launcher.simulate import simulate
 from paceline.strategies import make_strategy
-from paceline.tasks.fashion import train
+from paceline.strategies.packing import pack_strategy
 
 LONG = "9" * 400
 CONTENTS = {

@@ -116,8 +116,8 @@ for line in json.load(sys.stdin):
         except SystemExit as end:
             code = end.code
     outcomes[line] = [code, out.getvalue(), err.getvalue()]
-from paceline.processes import Nursery
-assert not Nursery._idle, "a process was started"
+from paceline.launcher.fork_client import ForkServer
+assert not ForkServer._idle, "a process was started"
 assert "torch" not in sys.modules, "torch was loaded"
 print(json.dumps(outcomes))
 """

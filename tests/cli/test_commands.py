@@ -310,7 +310,7 @@ def test_strategies_are_told_as_json(outcome):
 
 
 def test_the_doctor_finds_nothing_wrong(outcome, monkeypatch):
-    monkeypatch.setattr("paceline.tasks.recipe.FOLDERS", ("nowhere",))
+    monkeypatch.setattr("paceline.lab.tasks.recipe.FOLDERS", ("nowhere",))
     told = outcome("doctor")
     assert told["ok"] and all(check["ok"] is not False for check in told["checks"])
     assert {"shared memory", "gloo", "simulator", "torch"} <= {c["name"] for c in told["checks"]}

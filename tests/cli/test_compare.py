@@ -10,7 +10,7 @@ import pytest
 def in_this_process(request, monkeypatch):
     """Starting processes costs more than these trials; a test that is marked does."""
     if not request.node.get_closest_marker("transport"):
-        monkeypatch.setattr("paceline.trials.cores", lambda: 1)
+        monkeypatch.setattr("paceline.lab.trials.cores", lambda: 1)
 
 
 @pytest.fixture

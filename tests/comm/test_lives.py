@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from paceline.comm.arena import Arena
 from paceline.comm.base import Comm, Limits
-from paceline.comm.roll import Standing
-from paceline.comm.shared_memory import SharedMemoryTransport
+from paceline.comm.shared.members import Standing
+from paceline.comm.shared.memory import Arena
+from paceline.comm.shared.transport import SharedMemoryTransport
 
 LIKE = torch.zeros(1)
 

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 import paceline as pl
+from paceline.common.faults import Fault, cut, degrade, freeze, join, kill, parse_fault, slow
 from paceline.sim.cluster import PRESETS, load_cluster, read_faults
 from paceline.sim.compute import Costs
-from paceline.sim.faults import Fault, cut, degrade, freeze, join, kill, parse_fault, slow
 
 NAMES = "ideal one-server ethernet-1g ethernet-10g ethernet-100g mixed-lab wan two-tier-256"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.comm.base import Comm, Limits
-from paceline.comm.simulated import World
 from paceline.sim.cluster import Cluster, Handling, Link
+from paceline.sim.world import World
 
 NBYTES = 4000
 

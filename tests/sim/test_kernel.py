@@ -208,11 +208,11 @@ def test_shared_cores_are_never_idle_and_never_more_than_there_are(cores, ranks)
     while len(expected) < len(ranks):
         busy = [r for r, (start, _) in enumerate(ranks) if start <= time and r not in expected]
         later = [start - time for start, _ in ranks if start > time]
-        pace = min(Fraction(1), Fraction(cores, len(busy) or 1))
-        span = min([left[r] / pace for r in busy] + later)
+        stepper = min(Fraction(1), Fraction(cores, len(busy) or 1))
+        span = min([left[r] / stepper for r in busy] + later)
         time += span
         for r in busy:
-            left[r] -= span * pace
+            left[r] -= span * stepper
             if left[r] == 0:
                 expected[r] = float(time)
     assert ends == pytest.approx([expected[r] for r in range(len(ranks))])

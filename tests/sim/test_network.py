@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.common.faults import cut, degrade
 from paceline.sim.cluster import Cluster, Collectives, Link, Serving
-from paceline.sim.faults import cut, degrade
 from paceline.sim.network import Network
 
 MB = 1_000_000

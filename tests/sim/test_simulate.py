@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.comm.base import Comm, Limits
+from paceline.common.faults import parse_fault
+from paceline.record.trace import read
 from paceline.sim.cluster import (
     Cluster,
     Collectives,
@@ -31,9 +33,7 @@ from paceline.sim.cluster import (
     load_cluster,
     read_faults,
 )
-from paceline.sim.faults import parse_fault
 from paceline.sim.models import MODELS, as_model
-from paceline.trace import read
 
 
 def train(worker, steps=6, seconds=None):
@@ -534,8 +534,8 @@ def test_an_unknown_model_gets_the_nearest_name():
 
 
 def test_a_trial_in_another_process_stands_for_the_same_model():
+    from paceline.lab.trials import Trial
     from paceline.strategies import make_strategy
-    from paceline.trials import Trial
 
     cluster = as_model(load_cluster("wan"), "gpt2-small")
     trial = Trial(strategy=make_strategy("allreduce"), workers=2, cluster=cluster)

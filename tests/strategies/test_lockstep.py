@@ -370,7 +370,7 @@ def test_to_look_at_the_rates_of_others_costs_and_changes_nothing(strategy, monk
     problem = Problem(seed=5, steps=130, schedule=lambda sgd: StepLR(sgd, 7))
     runs = []
     for every in (64, 1_000_000):
-        monkeypatch.setattr("paceline.rates.EVERY", every)
+        monkeypatch.setattr("paceline.training.rates.EVERY", every)
         runs.append(problem.run(strategy, 3, lambda rank: 70 + 30 * rank, cluster="mixed-lab"))
     (first, one), (second, two) = runs
     assert (one.trace_hash, one.bytes_sent) == (two.trace_hash, two.bytes_sent)

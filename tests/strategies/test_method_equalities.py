@@ -30,11 +30,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import paceline as pl
 from paceline.errors import UsageError
+from paceline.lab.tasks.recipe import learning_rate
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.strategies import make_strategy
 from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.served import GradientServed
-from paceline.tasks.recipe import learning_rate
 
 crowds = st.integers(2, 5)
 intervals = st.integers(1, 4)
@@ -212,7 +212,7 @@ def run_apart(strategy, workers, steps, cluster, width=6):
             net.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64))
         ways[worker.rank].append(flat(net))
         if hasattr(worker.strategy, "show"):
-            worker.strategy.show(worker.pace.replica.flat.x)
+            worker.strategy.show(worker._session.stepper.replica.flat.x)
             worker.comm.barrier()  # nobody reads what was shown before
         for _ in range(steps):
             paced.zero_grad()
@@ -220,7 +220,7 @@ def run_apart(strategy, workers, steps, cluster, width=6):
             paced.step()
             ways[worker.rank].append(flat(net))
         if hasattr(worker.strategy, "flush"):
-            worker.strategy.flush(worker.pace.replica.flat.x)
+            worker.strategy.flush(worker._session.stepper.replica.flat.x)
         ends[worker.rank] = flat(net)
         worker.finish()
         answers[worker.rank] = flat(net)
@@ -679,8 +679,8 @@ def test_adpsgd_conserves_the_mean(topology, workers, steps, slowness):
 @given(workers=st.integers(3, 6), latency_s=st.floats(0, 6))
 def test_adpsgd_comes_together_on_slow_links(workers, latency_s):
     """However many steps an exchange takes, workers do not swing past each other."""
-    links, pace = pl.Cluster(network=Link(latency_s=latency_s)), beat()
-    ways, _, _ = run_apart("adpsgd", workers, 80, replace(links, compute=pace.compute))
+    links, stepper = pl.Cluster(network=Link(latency_s=latency_s)), beat()
+    ways, _, _ = run_apart("adpsgd", workers, 80, replace(links, compute=stepper.compute))
     spreads = [torch.stack([way[step] for way in ways]).std(0).max() for step in (1, -1)]
     assert spreads[1] < 0.2 * spreads[0]
 

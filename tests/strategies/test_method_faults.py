@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.comm.base import Limits
+from paceline.common.faults import freeze, join, kill, slow
 from paceline.errors import PeerLost
-from paceline.master import Master
-from paceline.replica import Replica
-from paceline.settings import read_settings
+from paceline.model.hyperparameters import read_settings
+from paceline.model.replica import Replica
+from paceline.record.trace import read
 from paceline.sim.cluster import Cluster, Compute, Link
-from paceline.sim.faults import freeze, join, kill, slow
 from paceline.strategies.cyclic import Cyclic
-from paceline.trace import read
+from paceline.strategies.toolbox.shard_optimizer import ShardOptimizer
 
 GOES_ON = [
     "downpour",
@@ -295,12 +295,12 @@ def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
 
     def run(on, take_over):
         w = on(torch.arange(5.0))
-        master = Master(w, part, replica, "user", coupled=True)
+        master = ShardOptimizer(w, part, replica, "user", coupled=True)
         for step in range(4):
             if step == 2 and take_over:
                 left = master.buffers()
                 assert left.device.type == "cpu"
-                master = Master(w, part, replica, "user", coupled=True)
+                master = ShardOptimizer(w, part, replica, "user", coupled=True)
                 master.load_buffers(left)
             master.step(on(torch.arange(5.0) - step), settings, 1)
         return w

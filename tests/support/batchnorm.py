@@ -57,12 +57,12 @@ def train(worker: pl.Worker, victim: int = -1) -> None:
         learn(net, sgd, x)
         taken += 1
     own = statistics(net)
-    worker.measuring().barrier()
+    worker._session.measuring().barrier()
     with worker.answer(net):
         inside = statistics(net)["mean"].sum().item()
-    worker.measuring().barrier()
+    worker._session.measuring().barrier()
     if worker.rank == victim:
-        worker._rest.share = lambda weight: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        worker._session.buffers.rest.share = lambda weight: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     worker.finish()
     content = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
     worker.log(

@@ -15,14 +15,14 @@ import torch
 
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import MANIFEST, METRICS, open_checkpoint, seal
-from paceline.comm.arena import RANGE_BYTES, Arena
 from paceline.comm.base import Limits
-from paceline.comm.shared_memory import SharedMemoryTransport
+from paceline.comm.shared.memory import RANGE_BYTES, Arena
+from paceline.comm.shared.transport import SharedMemoryTransport
+from paceline.common.faults import KINDS, parse_fault
 from paceline.errors import MessageMismatch, UsageError
-from paceline.faulttest.schedule import Schedule
+from paceline.lab.faulttest.schedule import Schedule
+from paceline.record.trace import outline, read
 from paceline.sim.cluster import read_cluster, read_faults
-from paceline.sim.faults import KINDS, parse_fault
-from paceline.trace import outline, read
 
 FOLDER = Path(tempfile.gettempdir()) / f"paceline-fuzzing-{os.getpid()}"
 

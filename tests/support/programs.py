@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from paceline.comm.base import Comm
+from paceline.common.faults import freeze, kill
 from paceline.errors import CommTimeout, MessageMismatch, PeerLost, PeersGone
-from paceline.sim.faults import freeze, kill
 
 
 def vector(*values: float) -> torch.Tensor:

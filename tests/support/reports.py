@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
+from paceline.record.result import Result
 from paceline.report.material import Material, Run, Setting
-from paceline.results import Result
 
 MADE = {"versions": {"paceline": "0", "torch": "1"}, "platform": "a test", "git_revision": None}
 CLUSTER = {"name": "lab", "about": "two desks", "network": {"latency_s": 5e-5, "bytes_per_s": 1e8}}
 
 
-def result(method="allreduce", workers=4, seed=0, *, pace=1.0, evaluations=6, top=0.9, **more):
+def result(method="allreduce", workers=4, seed=0, *, stepper=1.0, evaluations=6, top=0.9, **more):
     """A run that comes closer to ``top`` with each evaluation, one every ``pace`` seconds."""
     metrics = [
         {
-            "t": 1.0 + pace * (i + 1),
+            "t": 1.0 + stepper * (i + 1),
             "rank": 0,
             "step": 10 * i,
             "samples": 100 * (i + 1),
@@ -36,7 +36,7 @@ def result(method="allreduce", workers=4, seed=0, *, pace=1.0, evaluations=6, to
         "accuracy": metrics[-1]["accuracy"] if metrics else None,
         "seconds": 3.0,
         "startup_seconds": 1.0,
-        "virtual_seconds": pace * evaluations,
+        "virtual_seconds": stepper * evaluations,
         "bytes_sent": 5_000_000 * evaluations,
         "wire_bytes": 1,
         "wait_share": 0.25,

@@ -63,8 +63,10 @@ class Interruptible:
     def __call__(self, worker: pl.Worker, **arguments: Any) -> None:
         worker.setup_dataloaders = self._watched(worker, worker.setup_dataloaders)
         self._body(worker, **arguments)
-        assert worker.model is not None
-        self.ends[worker.rank] = {k: v.clone() for k, v in worker.model.state_dict().items()}
+        assert worker._session.model is not None
+        self.ends[worker.rank] = {
+            k: v.clone() for k, v in worker._session.model.state_dict().items()
+        }
 
     def _watched(self, worker, setup):
         def watch(loader):

@@ -23,8 +23,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline import agreement
 from paceline.strategies.allreduce import AllReduce
+from paceline.training import agreement
 
 # Trainings ---------------------------------------------------------------------------------------
 
@@ -98,22 +98,22 @@ def train_through_losses(
     loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
     batches = worker.setup_dataloaders(loader)
     epoch = steps = 0
-    while epoch < epochs or (until_life and not has_come(worker.world, whose, until_life)):
+    while epoch < epochs or (until_life and not has_come(worker._session.world, whose, until_life)):
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()
             sgd.step()
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
-            while until_lost and steps == 4 and whose not in worker.world.lost():
+            while until_lost and steps == 4 and whose not in worker._session.world.lost():
                 time.sleep(0.001)  # so that the epoch lasts until then
             if pids is not None and worker.rank == 0:
                 pid = int(Path(pids, str(whose)).read_text())
                 if steps == 4 and not thaws:
                     os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
-                    while stop_until_lost and whose not in worker.world.lost():
+                    while stop_until_lost and whose not in worker._session.world.lost():
                         time.sleep(0.001)
-                if (thaws or stop_until_lost) and whose in worker.world.lost():
+                if (thaws or stop_until_lost) and whose in worker._session.world.lost():
                     with suppress(ProcessLookupError):  # if the launcher was faster
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
@@ -186,7 +186,7 @@ def serve_one_worker(transport: Any, channel: Any, argument: dict[str, Any]) -> 
         try:
             with pl.init(strategy=strategy, seed=argument["seed"], out=out) as worker:
                 train(worker)
-            told.append([worker.steps, worker.meter.bytes_sent])
+            told.append([worker.steps, worker._session.meter.bytes_sent])
         except SystemExit as end:
             told.append(f"ended with {end.code}")
     return told
@@ -279,12 +279,12 @@ def raise_on_one(worker: pl.Worker, rank: int) -> None:
             raise KeyError(f"no such thing in step {number}")
 
 
-def stop_the_nursery(worker: pl.Worker, how: str) -> None:
+def stop_the_fork_server(worker: pl.Worker, how: str) -> None:
     """The first rank stops it, and all end in the same way, or the first one does."""
     net, sgd = set_up(worker)
     step(net, sgd)
     if worker.rank == 0:
-        worker.log(nursery=os.getppid())
+        worker.log(fork_server=os.getppid())
         os.kill(os.getppid(), signal.SIGSTOP)
     step(net, sgd)
     if how == "raise":
@@ -438,7 +438,7 @@ def stop_and_go_on(worker: pl.Worker, seconds: float) -> None:
 def wait_forever(worker: pl.Worker) -> None:
     """Rank 0 keeps the interpreter's lock, rank 1 sleeps, and the rest wait for them."""
     net, sgd = set_up(worker)
-    worker.log(pid=os.getpid(), nursery=os.getppid())
+    worker.log(pid=os.getpid(), fork_server=os.getppid())
     if worker.rank == 0:
         ctypes.PyDLL(None).pause()
     elif worker.rank == 1:
@@ -473,18 +473,18 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in lists for child in children.read_text().split()]
 
 
-def nurseries() -> list[int]:
+def fork_servers() -> list[int]:
     """The processes that this one starts ranks from."""
     return [
         pid
         for pid in children_of(os.getpid())
-        if b"paceline.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"paceline.launcher.fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
 def ranks_left() -> list[int]:
     """The ranks of this process's runs that have not ended."""
-    return [rank for nursery in nurseries() for rank in children_of(nursery)]
+    return [rank for fork_server in fork_servers() for rank in children_of(fork_server)]
 
 
 def tcp_sockets(pid: int) -> list[tuple[str, str]]:

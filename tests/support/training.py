@@ -78,7 +78,7 @@ class Problem:
                 paced.zero_grad()
                 self.loss(net, worker.rank, step).backward()
                 if self.ragged:  # as a loader would tell
-                    worker.pace.drew(self.samples(worker.rank, step), self.batch)
+                    worker._session.stepper.drew(self.samples(worker.rank, step), self.batch)
                 paced.step()
                 if scheduler is not None:
                     scheduler.step()

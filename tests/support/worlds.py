@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.comm.base import Limits
-from paceline.comm.simulated import SimulatedTransport, World
-from paceline.processes import run_ranks
-from paceline.reference import refer_to
+from paceline.common.faults import Fault
+from paceline.common.reference import refer_to
+from paceline.launcher.supervisor import run_ranks
 from paceline.sim.cluster import load_cluster
-from paceline.sim.faults import Fault
+from paceline.sim.world import SimulatedTransport, World
 
 TRANSPORTS = ("simulated", "shared_memory", "distributed")
 on_shared_memory = pytest.mark.transport("shared_memory")

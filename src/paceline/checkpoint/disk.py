@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.files import make_folder, opener
+from paceline.common.files import make_folder, opener
 
 FAILPOINT = "PACELINE_FAILPOINT"
 KINDS = ("rank", "metrics", "manifest", "latest")

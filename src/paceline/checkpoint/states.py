@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from paceline.checkpoint.disk import replace_file
+from paceline.common.files import make_folder
 from paceline.errors import UsageError
-from paceline.files import make_folder
 
 MAX_HEADER_BYTES = 8 << 20
 _UNFIT = (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError)

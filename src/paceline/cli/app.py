@@ -10,7 +10,6 @@ import typer
 from typer import Argument, Option
 
 from paceline._version import __version__
-from paceline.capacity import check_virtual_workers
 from paceline.cli.options import (
     AsModel,
     Calibrating,
@@ -30,15 +29,16 @@ from paceline.cli.options import (
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
 from paceline.cli.train import Job, join_run, replay_run
+from paceline.common.options import at_least
+from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
-from paceline.options import at_least
-from paceline.seeds import check_seed
+from paceline.launcher.capacity import check_virtual_workers
 from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.sim.models import as_model as with_model
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
 
 if TYPE_CHECKING:
-    from paceline.results import Result
+    from paceline.record.result import Result
 
 CLUSTER = "ethernet-10g"
 BESIDE_REPLAY = ("replay", "cluster", "as_model", "no_trace", "out", "json", "quiet", "verbose")

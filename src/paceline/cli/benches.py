@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Screen, number, size
-from paceline.options import at_least
+from paceline.common.options import at_least
+from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
 def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | None) -> None:
     """Time the all-reduce of shared memory beside gloo's."""
     _check(workers, repeats)
-    from paceline.bench.comm import SIZES, bench_comm
+    from paceline.lab.bench.comm import SIZES, bench_comm
 
     rows = bench_comm([workers], sizes or list(SIZES), repeats, on_row=lambda row: None)
     screen.table(
@@ -28,7 +28,7 @@ def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | Non
 def show_step(screen: Screen, workers: int, repeats: int) -> None:
     """Time a step of each way of training."""
     _check(workers, repeats)
-    from paceline.bench.step import bench_step
+    from paceline.lab.bench.step import bench_step
 
     rows = bench_step(workers, repeats)
     screen.table(
@@ -54,7 +54,7 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
     """Time the simulator, without gradients and with them."""
     check_virtual_workers(workers)
     at_least("repeats", repeats, 1)
-    from paceline.bench.sim import bench_sim
+    from paceline.lab.bench.sim import bench_sim
 
     rows = bench_sim(workers, repeats, steps)
     screen.table(
@@ -76,7 +76,7 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:
     """Time a worker's step when there are few workers, and when there are a thousand."""
     at_least("repeats", repeats, 1)
-    from paceline.bench.sim import SCALED, SCALES, bench_scale
+    from paceline.lab.bench.sim import SCALED, SCALES, bench_scale
 
     rows = bench_scale(SCALED, SCALES, repeats, steps)
     screen.table(

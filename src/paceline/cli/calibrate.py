@@ -7,22 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.capacity import check_real_workers
 from paceline.cli.compare import split_specs, workers_of
 from paceline.cli.options import Calibrating, Training
 from paceline.cli.screen import Screen, number, size
 from paceline.cli.task import find_task
 from paceline.cli.train import default_transport
+from paceline.common.options import at_least, one_of
+from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
-from paceline.options import at_least, one_of
-from paceline.processes import TRANSPORTS, Nursery
-from paceline.seeds import check_seed
+from paceline.lab.tasks.recipe import MODELS
+from paceline.launcher.capacity import check_real_workers
+from paceline.launcher.fork_client import ForkServer
+from paceline.launcher.supervisor import TRANSPORTS
 from paceline.strategies import make_strategy
-from paceline.tasks.recipe import MODELS
 
 if TYPE_CHECKING:
-    from paceline.calibrate.check import Row
-    from paceline.calibrate.machine import Calibration, Subject
+    from paceline.lab.calibrate.check import Row
+    from paceline.lab.calibrate.machine import Calibration, Subject
 
 STRATEGIES = ("allreduce", "sasgd", "gossip", "downpour", "easgd")
 WORKERS = ("2", "4")
@@ -31,7 +32,7 @@ STEPS = 100
 BUSY = 0.05
 """The share of the time that other work may have the cores before it is mentioned."""
 MARK = "# Measured by paceline calibrate"
-BUILT_IN = {"module": "paceline.calibrate.task", "name": "train"}
+BUILT_IN = {"module": "paceline.lab.calibrate.task", "name": "train"}
 
 
 def refuse_without_check(**options: Any) -> None:
@@ -66,7 +67,7 @@ def show_check(
     files = [_file(chosen.out, subject, many=len(subjects) > 1) for subject in subjects]
     for file in files:
         _check_file(file)
-    from paceline.calibrate import check as c
+    from paceline.lab.calibrate import check as c
 
     calibrations = {}
     for subject, file in zip(subjects, files, strict=True):
@@ -117,8 +118,8 @@ def _subjects(chosen: Calibrating, models: Sequence[str]) -> list[Subject]:
         tasks = [(task.name, task.reference, task.arguments)]
     check_seed(chosen.seed)
     check_real_workers(4)
-    Nursery.warm_up()
-    from paceline.calibrate.machine import Subject
+    ForkServer.warm_up()
+    from paceline.lab.calibrate.machine import Subject
 
     return [
         Subject(name=name, train=train, arguments=arguments, transport=transport, seed=chosen.seed)
@@ -135,7 +136,7 @@ def _built_in(chosen: Calibrating, model: str) -> tuple[str, dict[str, Any], dic
 
 
 def _calibrate(screen: Screen, subject: Subject, chosen: Calibrating) -> Calibration:
-    from paceline.calibrate.machine import Effort, calibrate
+    from paceline.lab.calibrate.machine import Effort, calibrate
 
     screen.say(f"Measuring {subject.name} over {subject.transport}.")
     effort = Effort(rounds=chosen.rounds)
@@ -162,7 +163,7 @@ def _check_file(path: Path) -> None:
 
 
 def _write(found: Calibration, path: Path) -> None:
-    from paceline.calibrate.machine import to_toml
+    from paceline.lab.calibrate.machine import to_toml
 
     text = to_toml(found)
     assert text.startswith(MARK), "it is told from other files by that"

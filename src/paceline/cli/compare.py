@@ -15,23 +15,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Screen, number, seconds, size
 from paceline.cli.task import Task
 from paceline.cli.train import Job, default_transport
+from paceline.common.files import write_private
+from paceline.common.options import at_least, at_most, field_types
+from paceline.common.seeds import check_seed
 from paceline.errors import PacelineError, UsageError, unknown
-from paceline.files import write_private
-from paceline.folder import claim
-from paceline.options import at_least, at_most, field_types
-from paceline.seeds import check_seed
+from paceline.launcher.capacity import check_real_workers, check_virtual_workers
+from paceline.record.folder import claim
 from paceline.sim.models import stands_for_note
 from paceline.strategies import STRATEGIES, make_strategy
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from paceline.results import Result
+    from paceline.lab.trials import Outcome, Trial
+    from paceline.record.result import Result
     from paceline.sim.cluster import Cluster
-    from paceline.trials import Outcome, Trial
 
 TARGET = 0.8
 """The accuracy of the built-in task that a comparison takes the time to."""
@@ -103,7 +103,7 @@ class Comparison:
 
     def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
         """All at once on all cores, those of many workers first: they take longest."""
-        from paceline.trials import Book, run_trials
+        from paceline.lab.trials import Book, run_trials
 
         trials, folder = [self._trial(case) for case in cases], self.out / TRIALS
         book, configs = Book(folder), [trial.key() for trial in trials]
@@ -121,7 +121,7 @@ class Comparison:
         return [by_place[place] for place in range(len(cases))]
 
     def _trial(self, case: Case) -> Trial:
-        from paceline.trials import Trial
+        from paceline.lab.trials import Trial
 
         assert case.cluster is not None
         return Trial(
@@ -135,7 +135,7 @@ class Comparison:
 
     def _run(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
         """In real processes, which have the machine for themselves."""
-        from paceline.trials import Book, Outcome
+        from paceline.lab.trials import Book, Outcome
 
         book, configs = Book(self.out / TRIALS), [self._real_config(case) for case in cases]
         known = [book.find(config) for config in configs]
@@ -161,7 +161,7 @@ class Comparison:
 
     def _real_config(self, case: Case) -> str:
         """What decides a real run, as far as anything does."""
-        from paceline.reference import pack_strategy
+        from paceline.strategies.packing import pack_strategy
 
         config = {
             "train": self.task.reference,
@@ -211,7 +211,7 @@ class Comparison:
         return f"{told}, {self.target:g} " + (f"after {seconds(at_s)}" if at_s else "never")
 
     def _row(self, case: Case, outcome: Outcome) -> Row:
-        from paceline.results import Result
+        from paceline.record.result import Result
 
         result, target = outcome.result, self.target
         reached = None if result is None or target is None else result.first_with(target)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.capacity import PROCESS_BYTES, memory_bytes
 from paceline.cli.screen import Screen, size
 from paceline.errors import PacelineError
-from paceline.tasks.recipe import find_folder
+from paceline.lab.tasks.recipe import find_folder
+from paceline.launcher.capacity import PROCESS_BYTES, memory_bytes
 
 
 def examine(screen: Screen) -> bool:
@@ -66,8 +66,8 @@ def _room() -> str:
 
 def _ranks(transport: str) -> Callable[[], str]:
     def check() -> str:
-        from paceline.processes import run_ranks
-        from paceline.reference import refer_to
+        from paceline.common.reference import refer_to
+        from paceline.launcher.supervisor import run_ranks
 
         if transport == "shared_memory" and sys.platform != "linux":
             raise Unneeded("needs Linux; runs use --transport distributed")
@@ -92,7 +92,7 @@ def average(transport: Any, channel: Any, argument: Any) -> float:
 
 
 def _simulator() -> str:
-    from paceline.run import simulate
+    from paceline.launcher.simulate import simulate
 
     simulate(_nothing, workers=4)
     return "runs"
@@ -110,7 +110,7 @@ def _threads() -> str:
 
 
 def _data() -> str:
-    from paceline.tasks.fashion import load_images
+    from paceline.lab.tasks.fashion import load_images
 
     images = load_images()
     return f"{len(images.x_train)} train and {len(images.x_test)} test images are bundled"

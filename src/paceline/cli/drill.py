@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 from paceline.cli.screen import Screen
-from paceline.drill.conduct import Finding, conduct
-from paceline.drill.leftovers import Leftovers
-from paceline.drill.scenario import Scenario, find_scenario, load_scenarios
 from paceline.errors import UsageError
+from paceline.lab.drill.conduct import Finding, conduct
+from paceline.lab.drill.leftovers import Leftovers
+from paceline.lab.drill.scenario import Scenario, find_scenario, load_scenarios
 from paceline.strategies import STRATEGIES, make_strategy
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.screen import Screen, number
+from paceline.common.options import at_least
+from paceline.common.reading import why
+from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
-from paceline.options import at_least
-from paceline.reading import why
-from paceline.seeds import check_seed
 from paceline.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from paceline.faulttest.campaign import Failure
+    from paceline.lab.faulttest.campaign import Failure
 
 
 def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) -> None:
@@ -25,8 +25,8 @@ def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) ->
     for name in methods:
         if name not in STRATEGIES:
             raise unknown("strategy", name, STRATEGIES)
-    from paceline.faulttest.campaign import as_json, campaign
-    from paceline.faulttest.shrink import smallest
+    from paceline.lab.faulttest.campaign import as_json, campaign
+    from paceline.lab.faulttest.shrink import smallest
 
     report = campaign(methods or list(STRATEGIES), range(first, first + seeds))
     report.failures = [smallest(failure) for failure in report.failures]
@@ -53,8 +53,8 @@ def show_failure(screen: Screen, failure: Failure) -> None:
 
 def replay(screen: Screen, schedules: list[str]) -> None:
     """Run schedules that were written down."""
-    from paceline.faulttest.campaign import Report, as_json, try_one
-    from paceline.faulttest.schedule import Schedule
+    from paceline.lab.faulttest.campaign import Report, as_json, try_one
+    from paceline.lab.faulttest.schedule import Schedule
 
     report = Report()
     for text in schedules:
@@ -74,7 +74,7 @@ def replay(screen: Screen, schedules: list[str]) -> None:
 
 def schedules_in(path: Path) -> list[str]:
     """The schedules of a corpus."""
-    from paceline.faulttest.campaign import read_corpus
+    from paceline.lab.faulttest.campaign import read_corpus
 
     try:
         return [str(schedule) for schedule in read_corpus(path)]

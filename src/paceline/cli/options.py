@@ -22,9 +22,9 @@ import typer
 from typer import Argument, Option
 
 from paceline.cli.screen import Screen
+from paceline.common.faults import EXAMPLE, Fault, parse_fault
 from paceline.errors import PacelineError, UsageError
 from paceline.sim.cluster import read_faults
-from paceline.sim.faults import EXAMPLE, Fault, parse_fault
 from paceline.sim.models import MODELS
 
 StrategySpec = Annotated[

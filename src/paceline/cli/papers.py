@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.screen import Screen, seconds
 from paceline.cli.task import choose_out
-from paceline.papers import CLAIMS, find_claim
+from paceline.lab.papers import CLAIMS, find_claim
 
 if TYPE_CHECKING:
-    from paceline.papers.claim import Claim, Finding, Scope
-    from paceline.papers.verdict import Figure
+    from paceline.lab.papers.claim import Claim, Finding, Scope
+    from paceline.lab.papers.verdict import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Choice:
 
     def rates_path(self) -> Path:
         """The file of learning rates."""
-        from paceline.papers.rates import RATES
+        from paceline.lab.papers.rates import RATES
 
         return self.rates or RATES
 
@@ -50,9 +50,9 @@ def list_claims(screen: Screen, choice: Choice) -> None:
 
 def sweep_rates(screen: Screen, choice: Choice) -> None:
     """Make the file of learning rates."""
-    from paceline.papers.rates import Rates
-    from paceline.papers.sweeping import make_rates
-    from paceline.papers.tasks import FULL, QUICK, check_data
+    from paceline.lab.papers.rates import Rates
+    from paceline.lab.papers.sweeping import make_rates
+    from paceline.lab.papers.tasks import FULL, QUICK, check_data
 
     if choice.full:
         check_data(choice.data)
@@ -73,7 +73,7 @@ def try_claims(screen: Screen, choice: Choice) -> None:
     """Run the claims, show what came of each, and say the verdicts."""
     claims, scope = choice.claims(), scope_of(choice)
     folder = choice.out or choose_out(None, "papers")
-    from paceline.papers.experiment import put_to_test
+    from paceline.lab.papers.experiment import put_to_test
 
     began_s, last_said = time.monotonic(), -1
 
@@ -103,9 +103,9 @@ def try_claims(screen: Screen, choice: Choice) -> None:
 
 def scope_of(choice: Choice) -> Scope:
     """How much is run; refuses data and rates that are not there."""
-    from paceline.papers.claim import Scope
-    from paceline.papers.rates import Rates
-    from paceline.papers.tasks import check_data
+    from paceline.lab.papers.claim import Scope
+    from paceline.lab.papers.rates import Rates
+    from paceline.lab.papers.tasks import check_data
 
     if choice.full:
         check_data(choice.data)

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.common.format import number as number
+from paceline.common.format import seconds as seconds
+from paceline.common.format import size as size
 from paceline.sim.models import stands_for_note
-from paceline.words import number as number
-from paceline.words import seconds as seconds
-from paceline.words import size as size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.results import Result
+    from paceline.record.result import Result
 
 
 class Screen:

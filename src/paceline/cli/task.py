@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.options import Training
+from paceline.common.files import FOLDER_MODE
+from paceline.common.options import above, at_least, finite
+from paceline.common.reading import read_bytes, why
+from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
-from paceline.files import FOLDER_MODE
-from paceline.folder import check_out
-from paceline.options import above, at_least, finite
-from paceline.reading import read_bytes, why
-from paceline.seeds import check_seed
-from paceline.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
+from paceline.lab.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
+from paceline.record.folder import check_out
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def find_task(chosen: Training) -> Task:
 
 def recorded_task(config: Mapping[str, Any]) -> Task:
     """The task of a real run, from its configuration; looked at, and not imported."""
-    from paceline.reference import check_reference
+    from paceline.common.reference import check_reference
 
     reference, arguments = config["train"], config["arguments"]
     check_reference("train", reference)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.screen import Screen, number, seconds
+from paceline.common.reading import taken_from
 from paceline.errors import UsageError
-from paceline.folder import TIMELINE
-from paceline.reading import taken_from
-from paceline.timeline.chrome import ChromeTrace, open_text
-from paceline.timeline.items import KINDS, NAMES
-from paceline.timeline.picture import Picture
-from paceline.timeline.traced import Tally, TracedRun, names_of, rule
+from paceline.record.folder import TIMELINE
+from paceline.report.timeline.chrome import ChromeTrace, open_text
+from paceline.report.timeline.items import KINDS, NAMES
+from paceline.report.timeline.picture import Picture
+from paceline.report.timeline.traced import Tally, TracedRun, names_of, rule
 
 
 def show_timeline(

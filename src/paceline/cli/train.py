@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.capacity import check_real_workers, check_virtual_workers
 from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
+from paceline.comm.launchers import launched
+from paceline.common.options import one_of
+from paceline.common.reading import taken_from
 from paceline.errors import PacelineError, UsageError
-from paceline.folder import MODEL, RecordedRun, largest_difference
-from paceline.launched import launched
-from paceline.options import one_of
-from paceline.processes import TRANSPORTS, Nursery
-from paceline.reading import taken_from
+from paceline.launcher.capacity import check_real_workers, check_virtual_workers
+from paceline.launcher.fork_client import ForkServer
+from paceline.launcher.supervisor import TRANSPORTS
+from paceline.record.folder import MODEL, RecordedRun, largest_difference
 from paceline.strategies import strategy_name
 
 if TYPE_CHECKING:
-    from paceline.results import Result
+    from paceline.common.faults import Fault
+    from paceline.record.result import Result
     from paceline.sim.cluster import Cluster
-    from paceline.sim.faults import Fault
     from paceline.strategies.base import Strategy
 
 
@@ -60,8 +61,8 @@ class Job:
             _refuse_under_launcher({**(policy or {}), "fault": faults})
             return self._attend(screen, workers, device)
         folder = choose_out(self.out, f"{strategy_name(self.strategy)}-{count}")
-        Nursery.warm_up()
-        from paceline.run import launch
+        ForkServer.warm_up()
+        from paceline.launcher.launch import launch
 
         with self._watched(screen) as watch:
             return launch(
@@ -77,14 +78,15 @@ class Job:
             )
 
     def _attend(self, screen: Screen, workers: int | None, device: str) -> Result | None:
-        from paceline.reference import find
-        from paceline.run import attend
+        from paceline.common.reference import find
+        from paceline.launcher.init import attend
+        from paceline.launcher.spec import InitSpec
 
         with self._watched(screen) as watch:
-            train = find(self.task.reference)
-            return attend(
-                train, workers=workers, device=device, out=self.out, **self._common(watch)
-            )
+            train, how = find(self.task.reference), self._common(watch)
+            arguments = how.pop("arguments")
+            spec = InitSpec(device=device, out=self.out, **how)
+            return attend(train, spec, workers=workers, arguments=arguments)
 
     def simulate(
         self,
@@ -99,7 +101,7 @@ class Job:
         check_virtual_workers(workers, self.strategy)
         kind = "sim" if replay is None else "replay"
         folder = choose_out(self.out, f"{kind}-{strategy_name(self.strategy)}-{workers}")
-        from paceline.run import simulate
+        from paceline.launcher.simulate import simulate
 
         with self._watched(screen) as watch:
             return simulate(
@@ -129,7 +131,7 @@ class Job:
 
 def join_run(screen: Screen, folder: Path) -> None:
     """Have a worker join a run that goes on."""
-    from paceline.control import ask
+    from paceline.launcher.join_socket import ask
 
     told = ask(folder, {"ask": "join"})
     if "error" in told:
@@ -145,8 +147,11 @@ def replay_run(
 
     Nothing that the folder names is imported before all that is in it has been looked at.
     """
+    from paceline.sim.replay import check_trace
+
     run = RecordedRun(path)
-    run.check_files()
+    run.check_model()
+    check_trace(run)
     with taken_from(f"replay ({path}) must be the folder of a real run"):
         recorded, task = run.model, recorded_task(run.config)
         where = next(place for kind, place in task.reference.items() if kind != "name")
@@ -159,7 +164,8 @@ def replay_run(
 
 
 def _recorded_method(run: RecordedRun) -> Strategy:
-    from paceline.reference import check_reference, unpack_strategy
+    from paceline.common.reference import check_reference
+    from paceline.strategies.packing import unpack_strategy
 
     method = run.config["method"]
     if not isinstance(method.get("class"), dict) or not isinstance(method.get("fields"), dict):

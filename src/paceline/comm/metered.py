@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.comm.base import Call, Factor, Transport, Work
 from paceline.errors import PeerLost, PeersGone
-from paceline.trace import Trace
+from paceline.record.history import History
+from paceline.record.trace import Trace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +38,13 @@ class MeteredTransport(Transport):
 
     What ends in ``_s`` is how long it took: ``wait_s`` until it came, ``send_s`` to hand it over.
 
+    Args:
+        inner: the other transport.
+        trace: what events are written to.
+        on_step: called with the number of each step that begins.
+
     Attributes:
         meter: what has been counted so far.
-        on_sent: called after bytes were counted; for ranks that make no steps to count them at.
-        on_step: called with the number of each step that begins.
     """
 
     def __init__(
@@ -51,8 +55,8 @@ class MeteredTransport(Transport):
     ) -> None:
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.meter = Meter()
-        self.on_sent: Callable[[], None] | None = None
-        self.on_step = on_step
+        self._on_step = on_step
+        self._sends: History | None = None
         self._trace = trace
         self._scale = 1.0
         self._looks = 0
@@ -67,6 +71,10 @@ class MeteredTransport(Transport):
             weighed = self._weigh(nbytes)
             self._trace.record(self.inner.now(), self.rank, event, peer, weighed, **more)
 
+    def account_sends(self, history: History) -> None:
+        """From now on, note each send there: a rank that serves makes no steps to note it at."""
+        self._sends = history
+
     def _weigh(self, nbytes: int) -> int:
         """What bytes count for: others than there are when the model stands for another."""
         return nbytes if self._scale == 1 else round(nbytes * self._scale)
@@ -74,8 +82,8 @@ class MeteredTransport(Transport):
     def _sent(self, event: str, peer: int | None, nbytes: int, **more: Any) -> None:
         self.meter.bytes_sent += self._weigh(nbytes)
         self.note(event, peer, nbytes, **more)
-        if self.on_sent is not None:
-            self.on_sent()
+        if self._sends is not None:
+            self._sends.note(self.inner.now(), 0, self.meter.bytes_sent)
 
     def _waiting(self, operation: Callable[[], Any]) -> Any:
         start_s = self.inner.now()
@@ -362,7 +370,7 @@ class MeteredTransport(Transport):
 
     def step_begins(self, step: int) -> None:
         self.inner.step_begins(step)
-        self.on_step(step)
+        self._on_step(step)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return self.inner.allocate(numel, like)

@@ -9,13 +9,13 @@ from itertools import groupby
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.common.format import number
+from paceline.common.stats import Spread, spread
 from paceline.report.material import Material, Setting
 from paceline.report.svg import Axis, Plot, Point, Style
-from paceline.stats import Spread, spread
-from paceline.words import number
 
 if TYPE_CHECKING:
-    from paceline.results import Result
+    from paceline.record.result import Result
 
 T = TypeVar("T")
 Styles = Mapping[str, Style]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.common.reading import read_object, taken_from, why
 from paceline.errors import UsageError
-from paceline.folder import CONFIG, RESULT
-from paceline.reading import read_object, taken_from, why
-from paceline.tasks.recipe import BUILT_IN
+from paceline.lab.tasks.recipe import BUILT_IN
+from paceline.record.folder import CONFIG, RESULT
 
 if TYPE_CHECKING:
-    from paceline.results import Result
+    from paceline.record.result import Result
 
 COMPARISON = "comparison.json"
 _MADE = ("versions", "platform", "git_revision")
@@ -142,7 +142,7 @@ def _run(folder: Path) -> Run:
 
 
 def _result(told: dict[str, Any] | None) -> Result | None:
-    from paceline.results import Result
+    from paceline.record.result import Result
 
     return None if told is None else Result(**told)
 

@@ -11,8 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.common.format import number, seconds, size
+from paceline.common.reading import taken_from
+from paceline.common.stats import spread
 from paceline.errors import UsageError
-from paceline.reading import taken_from
 from paceline.report.charts import (
     BYTES_SENT,
     EPOCHS,
@@ -32,9 +34,7 @@ from paceline.report.charts import (
 from paceline.report.material import Material, Run, Setting, read_material, rule
 from paceline.report.svg import sample, style
 from paceline.report.verdict import Standing, headline, standings, verdict
-from paceline.stats import spread
 from paceline.strategies import describe, strategy_names
-from paceline.words import number, seconds, size
 
 if TYPE_CHECKING:
     from jinja2 import Template

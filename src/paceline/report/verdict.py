@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from paceline.common.format import seconds
+from paceline.common.stats import LEVEL, Spread, ratio, spread
 from paceline.report.material import Material, Setting
-from paceline.stats import LEVEL, Spread, ratio, spread
-from paceline.words import seconds
 
 SURE, UNSURE = "sure", "not sure"
 LEAST_SEEDS = 3

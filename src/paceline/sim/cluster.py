@@ -50,10 +50,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.common.faults import Fault
+from paceline.common.options import above, at_least, build, one_of
+from paceline.common.reading import read_text, why
 from paceline.errors import UsageError, unknown
-from paceline.options import above, at_least, build, one_of
-from paceline.reading import read_text, why
-from paceline.sim.faults import Fault
 from paceline.sim.models import StandsFor
 
 MAX_FILE_BYTES = 1 << 20

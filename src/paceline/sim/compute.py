@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from paceline.seeds import stream
+from paceline.common.seeds import stream
 from paceline.sim.cluster import Cluster, Compute
 
 if TYPE_CHECKING:

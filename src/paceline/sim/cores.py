@@ -62,12 +62,12 @@ class Cores:
         self._plan()
         return max(0.0, job.until_s - self._served_s)
 
-    def _pace(self) -> float:
+    def _stepper(self) -> float:
         return min(1.0, self._count / len(self._jobs)) if self._jobs else 1.0
 
     def _advance(self) -> None:
         now_s = self._calendar.now_s
-        self._served_s += (now_s - self._since_s) * self._pace()
+        self._served_s += (now_s - self._since_s) * self._stepper()
         self._since_s = now_s
 
     def _plan(self) -> None:
@@ -77,7 +77,7 @@ class Cores:
             heapq.heappop(self._order)
         if self._order:
             left_s = max(0.0, self._order[0].until_s - self._served_s)
-            end_s = self._calendar.now_s + left_s / self._pace()
+            end_s = self._calendar.now_s + left_s / self._stepper()
             self._calendar.call(end_s, partial(self._end, self._sequence))
 
     def _end(self, sequence: int) -> None:

@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.common.options import above, at_least, finite
 from paceline.errors import unknown
-from paceline.options import above, at_least, finite
 
 if TYPE_CHECKING:
     from paceline.sim.cluster import Cluster

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paceline.common.faults import Fault
 from paceline.sim.cluster import Cluster, Link
-from paceline.sim.faults import Fault
 from paceline.sim.outages import Outages
 
 Way = Callable[[Sequence[int], float, int], float]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.sim.faults import LINK_KINDS, Fault
+from paceline.common.faults import LINK_KINDS, Fault
 
 NodeOf = Callable[[int], int]
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from paceline.common.options import build, field_types, parse_value, type_name
 from paceline.errors import UsageError, summary_of, unknown
-from paceline.options import build, field_types, parse_value, type_name
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paceline.guard import norm
-from paceline.options import at_least
-from paceline.parcel import Parcel
+from paceline.comm.packet import Packet
+from paceline.common.options import at_least
 from paceline.strategies.decentralised import Decentralised, candidates, draw
+from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,7 @@ class ADPSGD(Decentralised):
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
             if not self.trusts(peer, move, theirs, x):
                 move.zero_()
-            if self.comm.post(Parcel.of(note, move).buffer, peer, MOVE):
+            if self.comm.post(Packet.of(note, move).buffer, peer, MOVE):
                 x.sub_(move)
 
     def _offer(self, x: Tensor) -> None:

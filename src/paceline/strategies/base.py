@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from paceline.errors import PeerLost, UsageError
-from paceline.guard import Guard
+from paceline.strategies.toolbox.guard import Guard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
-    from paceline.replica import Replica
+    from paceline.model.replica import Replica
 
 WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
 SUMMONS = -1.0
@@ -47,6 +47,16 @@ class Staleness:
         self.ages[age] = self.ages.get(age, 0) + 1
 
 
+class RankListener:
+    """Hears what a strategy has to tell of its rank; here, nobody does."""
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Hear of something that goes into the run's record."""
+
+    def summoned(self, number: int, stop: bool) -> None:
+        """Save this rank, which is no worker, together with all others."""
+
+
 @dataclass(kw_only=True)
 class Strategy(ABC):
     """How workers pace each other.
@@ -65,7 +75,7 @@ class Strategy(ABC):
         seed: of the run, for what a method draws.
         stale: how old what this worker applied was.
         guard: judges updates before they are handed on, or taken in.
-        on_summons: saves this rank, which is no worker, together with all others.
+        listener: hears what goes into the run's record, and of calls to a checkpoint.
     """
 
     paper: ClassVar[str] = ""
@@ -195,7 +205,7 @@ class Strategy(ABC):
         """Hear that the state of a checkpoint is there again; some workers may not be."""
 
     def summon(self, rank: int, number: int, stop: bool) -> None:
-        """Have a rank that is no worker call ``self.on_summons(number, stop)`` in :meth:`serve`."""
+        """Have a rank that is no worker call ``listener.summoned`` in :meth:`serve`."""
         raise UsageError(
             f"{type(self).__name__} has roles beside workers, and cannot be checkpointed without"
             " summon()"
@@ -203,13 +213,20 @@ class Strategy(ABC):
 
     # What a method works with --------------------------------------------------------------------
 
-    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
+    def bind(
+        self,
+        comm: Comm,
+        replica: Replica,
+        workers: int,
+        seed: int = 0,
+        listener: RankListener | None = None,
+    ) -> None:
         """Tie the strategy to its place in a run; called once, before :meth:`setup`."""
         self.comm, self.replica, self.workers, self.seed = comm, replica, workers, seed
         self.stale = Staleness()
-        self.guard = Guard(comm.rank)
+        self.listener = listener or RankListener()
+        self.guard = Guard(comm.rank, self.listener.tell)
         self._missed: set[int] = set()
-        self.on_summons: Callable[[int, bool], None] = lambda number, stop: None
 
     def live_workers(self) -> Sequence[int]:
         """The workers that are here now, this one included, in order."""

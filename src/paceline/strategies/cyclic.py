@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from paceline.common.options import at_least
 from paceline.errors import PeerLost, UsageError
-from paceline.guard import is_sound, norm
-from paceline.options import at_least
-from paceline.strategies.served import ABSENT, GradientServed, Request, Served
+from paceline.strategies.served import ABSENT, GradientServed, Request, ServerStrategy
+from paceline.strategies.toolbox.guard import is_sound, norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ class Cyclic(GradientServed):
         return 2 * nbytes + self.request_overhead + self.reply_overhead
 
     def settings(self) -> list[float]:
-        return Served.settings(self) if self.moves else super().settings()
+        return ServerStrategy.settings(self) if self.moves else super().settings()
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from paceline.comm.packet import Packet
+from paceline.common.seeds import stream
 from paceline.errors import PeersGone
-from paceline.guard import ABSURD, is_sound, norm
-from paceline.parcel import Parcel
-from paceline.seeds import stream
 from paceline.strategies.base import Strategy
-from paceline.topology import AllBut, Topology, neighbours
+from paceline.strategies.toolbox.guard import ABSURD, is_sound, norm
+from paceline.strategies.toolbox.topology import AllBut, Topology, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,16 +145,16 @@ class Decentralised(Strategy):
 
     def wrap(self, x: Tensor) -> Tensor:
         """A message with a model and its note."""
-        return Parcel.of(Note(self.comm.now(), self.steps), x).buffer
+        return Packet.of(Note(self.comm.now(), self.steps), x).buffer
 
     def unwrap(self, message: Tensor, x: Tensor) -> tuple[Note, Tensor]:
         """The note and the model of a message."""
-        parcel = Parcel(message, len(Note._fields), x.dtype)
-        return Note(*parcel.numbers.tolist()), parcel.vector
+        packet = Packet(message, len(Note._fields), x.dtype)
+        return Note(*packet.numbers.tolist()), packet.vector
 
     def like(self, x: Tensor) -> Tensor:
         """Room for a message."""
-        return Parcel.empty(len(Note._fields), x).buffer
+        return Packet.empty(len(Note._fields), x).buffer
 
 
 # Peers -------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.common.options import above, at_least, finite
 from paceline.errors import UsageError
-from paceline.options import above, at_least, finite
 from paceline.strategies.lockstep import Lockstep
 
 if TYPE_CHECKING:

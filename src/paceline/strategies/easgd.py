@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.common.options import at_least, finite
 from paceline.errors import UsageError
-from paceline.guard import norm
-from paceline.options import at_least, finite
 from paceline.strategies.base import WORKER
-from paceline.strategies.served import Request, Served
+from paceline.strategies.served import Request, ServerStrategy
+from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(kw_only=True)
-class EASGD(Served):
+class EASGD(ServerStrategy):
     r"""EASGD: each worker explores on its own, pulled to a center that is pulled to all of them.
 
     Every ``interval`` steps a worker moves a little towards the center, and the center as much

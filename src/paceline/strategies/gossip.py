@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from paceline.common.options import at_least
+from paceline.common.seeds import stream
 from paceline.errors import PeerLost, UsageError
-from paceline.options import at_least
-from paceline.seeds import stream
 from paceline.strategies.decentralised import (
     Decentralised,
     all_picks,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.common.options import at_least
 from paceline.errors import UsageError
-from paceline.options import at_least
 from paceline.strategies.lockstep import Lockstep, agree_on_unit
-from paceline.topology import groups
+from paceline.strategies.toolbox.topology import groups
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from paceline.comm.packet import Packet
+from paceline.common.options import at_least
 from paceline.errors import PeerLost
-from paceline.guard import norm
-from paceline.options import at_least
-from paceline.parcel import Parcel
-from paceline.settings import read_settings, write_settings
+from paceline.model.hyperparameters import read_settings, write_settings
 from paceline.strategies.base import COMMUNICATOR, SUMMONS, WORKER, Strategy
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
-from paceline.topology import groups
+from paceline.strategies.toolbox.guard import norm
+from paceline.strategies.toolbox.topology import groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,7 @@ class Layered(Strategy):
         self._sent: Tensor | None = None
         self._last: Tensor | None = None
         self._round = 0
-        self._came: dict[int, Parcel] = {}
+        self._came: dict[int, Packet] = {}
         self.behind = False
 
     @property
@@ -182,7 +182,7 @@ class Layered(Strategy):
             weight=weight + ODD * odd + BEHIND * self.behind,
             overflow=weight > 0 and replica.overflow,
         )
-        self._sent = Parcel.of((*head, *present), g).buffer
+        self._sent = Packet.of((*head, *present), g).buffer
         self.rounds += 1
         self._post()
 
@@ -206,12 +206,12 @@ class Layered(Strategy):
                     message = self._published()
                     if message is None or self._number(message) != self.rounds - 1:
                         raise
-            parcel = Parcel(message, self._numbers, self._mean.dtype)
-            number, total, overflow, *present = parcel.numbers.tolist()
+            packet = Packet(message, self._numbers, self._mean.dtype)
+            number, total, overflow, *present = packet.numbers.tolist()
             if round(number) == self.rounds - 1:
                 break
         self._sent = None
-        self._mean.copy_(parcel.vector)
+        self._mean.copy_(packet.vector)
         return overflow, present, round(total)
 
     def _mean_from_communicator(self) -> Tensor | None:
@@ -260,17 +260,17 @@ class Layered(Strategy):
 
     def _published(self) -> Tensor | None:
         """The mean of the latest round that any communicator has left, in whichever life."""
-        like = Parcel.empty(self._numbers, self._mean).buffer
+        like = Packet.empty(self._numbers, self._mean).buffer
         left = [self.comm.inherited(like, rank) for rank in range(self.workers, self.comm.size)]
         return max((each for each in left if each is not None), key=self._number, default=None)
 
     def _number(self, message: Tensor) -> int:
         """The round of a message."""
-        return round(float(Parcel(message, self._numbers, self._mean.dtype).numbers[0]))
+        return round(float(Packet(message, self._numbers, self._mean.dtype).numbers[0]))
 
     def summon(self, rank: int, number: int, stop: bool) -> None:
         head, nothing = Head(SUMMONS, number, stop), [0.0] * len(self.replica.flat.spans)
-        self.comm.send(Parcel.of((*head, *nothing), self._mean).buffer, rank, UP)
+        self.comm.send(Packet.of((*head, *nothing), self._mean).buffer, rank, UP)
 
     def state_dict(self) -> dict[str, Any]:
         if self.comm.rank >= self.workers:
@@ -307,7 +307,7 @@ class Layered(Strategy):
         while total % BEHIND:
             self._gather()
             head, present, mean = self._combine(x)
-            self._last = Parcel.of((*head, *present), mean).buffer
+            self._last = Packet.of((*head, *present), mean).buffer
             self.comm.publish(self._last)  # for who follows, should this one be lost meanwhile
             for src in sorted(self._came):
                 self.comm.post(self._last, src, DOWN)
@@ -317,34 +317,34 @@ class Layered(Strategy):
 
     def _gather(self) -> None:
         """Wait for a contribution of every member, less those that are lost on the way."""
-        like = Parcel.empty(self._numbers, self._mean)
+        like = Packet.empty(self._numbers, self._mean)
         while self._members - self._came.keys():
             src, message = self.comm.recv_or_loss(like.buffer, UP)
             if message is None:
                 self._lose(src)
                 continue
-            parcel = Parcel(message, self._numbers, self._mean.dtype)
-            number, meeting, stop = parcel.numbers[:3].tolist()
+            packet = Packet(message, self._numbers, self._mean.dtype)
+            number, meeting, stop = packet.numbers[:3].tolist()
             if number == SUMMONS:
-                self.on_summons(round(meeting), bool(stop))
+                self.listener.summoned(round(meeting), bool(stop))
             elif round(number) == self._round:
-                self._judge(src, parcel)
-                self._came[src] = parcel
+                self._judge(src, packet)
+                self._came[src] = packet
                 self._members.add(src)
             elif self._last is not None:  # its communicator was lost before it handed this out
                 self.comm.post(self._last, src, DOWN)
 
-    def _judge(self, src: int, parcel: Parcel) -> None:
+    def _judge(self, src: int, packet: Packet) -> None:
         """Let what the guard drops count for nothing; its worker is not at its end, though.
 
         What a scaler has found infinite is nothing to judge: all skip that step.
         """
-        _, weight, overflow, *_ = parcel.numbers.tolist()
+        _, weight, overflow, *_ = packet.numbers.tolist()
         if not weight % ODD or overflow:
             return
-        if not self.guard.admits(norm(parcel.vector), src, "gradient"):
-            parcel.numbers[1] = weight - weight % ODD + ODD
-            parcel.numbers[2:] = 0
+        if not self.guard.admits(norm(packet.vector), src, "gradient"):
+            packet.numbers[1] = weight - weight % ODD + ODD
+            packet.numbers[2:] = 0
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank; take over the group of a communicator if it is this one's turn."""
@@ -385,12 +385,12 @@ class Layered(Strategy):
         total, weight = x.new_zeros(x.shape), 0
         flags = x.new_zeros(1 + len(self.replica.flat.spans)).double()
         for src in sorted(self._came):
-            parcel = self._came[src]
-            _, its_weight, *its_flags = parcel.numbers.tolist()
+            packet = self._came[src]
+            _, its_weight, *its_flags = packet.numbers.tolist()
             weight += round(its_weight)
             flags += flags.new_tensor(its_flags)
             if its_weight % ODD:
-                total.add_(parcel.vector, alpha=its_weight % ODD)
+                total.add_(packet.vector, alpha=its_weight % ODD)
         return total, weight, flags
 
 

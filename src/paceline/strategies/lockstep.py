@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import PeerLost
-from paceline.guard import norm
 from paceline.strategies.base import Strategy
+from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,19 +18,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from paceline.comm.packet import Packet
+from paceline.common.options import at_least, at_most
 from paceline.errors import PeerLost, PeersGone
-from paceline.guard import norm
-from paceline.options import at_least, at_most
-from paceline.parcel import Parcel
-from paceline.settings import read_settings
-from paceline.strategies.base import SERVER, SUMMONS, WORKER, Staleness, Strategy
+from paceline.model.hyperparameters import read_settings
+from paceline.strategies.base import (
+    SERVER,
+    SUMMONS,
+    WORKER,
+    RankListener,
+    Staleness,
+    Strategy,
+)
+from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
-    from paceline.master import Master
-    from paceline.replica import Replica
+    from paceline.model.replica import Replica
+    from paceline.strategies.toolbox.shard_optimizer import ShardOptimizer
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
 REQUEST, REPLY = 1, 2
@@ -88,7 +95,7 @@ class Reply(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Served(Strategy):
+class ServerStrategy(Strategy):
     """A method with servers: subclasses say when to ask, and how a server acts."""
 
     synchronous: ClassVar[bool] = False
@@ -107,8 +114,15 @@ class Served(Strategy):
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (SERVER,) * self.shards
 
-    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
-        super().bind(comm, replica, workers, seed)
+    def bind(
+        self,
+        comm: Comm,
+        replica: Replica,
+        workers: int,
+        seed: int = 0,
+        listener: RankListener | None = None,
+    ) -> None:
+        super().bind(comm, replica, workers, seed, listener)
         numel = replica.flat.x.numel()
         edges = [numel * shard // self.shards for shard in range(self.shards + 1)]
         self.parts = [slice(*pair) for pair in pairwise(edges)]
@@ -143,7 +157,7 @@ class Served(Strategy):
         """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
         request = request._replace(number=self.asked[shard] + 1)
         numbers = (*request, *self.settings())
-        message = Parcel.of(numbers, vector[self.parts[shard]]).buffer
+        message = Packet.of(numbers, vector[self.parts[shard]]).buffer
         server = self.workers + shard
         life = self.comm.life(server)
         left = self.comm.post(message, server, REQUEST)
@@ -194,17 +208,17 @@ class Served(Strategy):
             life = self._insist(message, server, self.find_successor(server, life))
 
     def _reply_like(self, shard: int, x: Tensor, books: int = 0) -> Tensor:
-        return Parcel.empty(books + len(Reply._fields), x[self.parts[shard]]).buffer
+        return Packet.empty(books + len(Reply._fields), x[self.parts[shard]]).buffer
 
     def _answers(self, shard: int, message: Tensor, x: Tensor) -> bool:
         """Whether a reply is to the last request: one that was sent twice is answered twice."""
-        reply = Reply(*Parcel(message, len(Reply._fields), x.dtype).numbers.tolist())
+        reply = Reply(*Packet(message, len(Reply._fields), x.dtype).numbers.tolist())
         return round(reply.number) == self.asked[shard]
 
     def _take_in(self, shard: int, x: Tensor, message: Tensor) -> Reply:
-        parcel = Parcel(message, len(Reply._fields), x.dtype)
-        x[self.parts[shard]].copy_(parcel.vector)
-        reply = Reply(*parcel.numbers.tolist())
+        packet = Packet(message, len(Reply._fields), x.dtype)
+        x[self.parts[shard]].copy_(packet.vector)
+        reply = Reply(*packet.numbers.tolist())
         self.versions[shard] = round(reply.version)
         return reply
 
@@ -260,7 +274,7 @@ class Served(Strategy):
         request = Request(number=SUMMONS, version=number, batches=stop)
         numbers = (*request, *self.settings())
         part = self.replica.flat.x[self.parts[rank - self.workers]]
-        self.comm.send(Parcel.of(numbers, part).buffer, rank, REQUEST)
+        self.comm.send(Packet.of(numbers, part).buffer, rank, REQUEST)
 
     def state_dict(self) -> dict[str, Any]:
         if self.comm.rank >= self.workers:
@@ -298,9 +312,9 @@ class Served(Strategy):
         self.comm.serves()
         part = self.parts[self.comm.rank - self.workers]
         self.desk = self.comm.group([*range(self.workers), self.comm.rank])
-        every = Parcel.of([0.0] * (self.books + len(Reply._fields)), x[part])
+        every = Packet.of([0.0] * (self.books + len(Reply._fields)), x[part])
         self.window, self.version = every.buffer, 0
-        self.shelf = Parcel(self.window[8 * self.books :], len(Reply._fields), x.dtype)
+        self.shelf = Packet(self.window[8 * self.books :], len(Reply._fields), x.dtype)
         self.done, self.marks, self._era, _ = every.numbers.split(
             [self.workers, self.workers, 1, len(Reply._fields)]
         )
@@ -353,17 +367,17 @@ class Served(Strategy):
 
     def serve(self, x: Tensor) -> None:
         numbers = len(Request._fields) + self._settings
-        like = Parcel.empty(numbers, self.shelf.vector)
+        like = Packet.empty(numbers, self.shelf.vector)
         while True:
             src, message = self.desk.recv_or_loss(like.buffer, REQUEST)
             if message is None:
                 self.gone(src)
                 continue
-            parcel = Parcel(message, numbers, x.dtype)
-            values = parcel.numbers.tolist()
+            packet = Packet(message, numbers, x.dtype)
+            values = packet.numbers.tolist()
             request = Request(*values[: len(Request._fields)])
             if request.number == SUMMONS:
-                self.on_summons(round(request.version), bool(request.batches))
+                self.listener.summoned(round(request.version), bool(request.batches))
                 continue
             known = round(float(self.done[src]))
             if request.number <= known and not request.join:
@@ -373,12 +387,12 @@ class Served(Strategy):
                 self.missed += round(request.number) - known - 1
             self.done[src] = request.number
             if request.join == ADOPT:
-                self.shelf.vector.copy_(parcel.vector)
+                self.shelf.vector.copy_(packet.vector)
                 self.publish()
                 self.reply(src)
                 continue
-            request = self._judged(src, request, parcel.vector)
-            self.act(src, request, parcel.vector, values[len(Request._fields) :])
+            request = self._judged(src, request, packet.vector)
+            self.act(src, request, packet.vector, values[len(Request._fields) :])
 
     def _judged(self, src: int, request: Request, vector: Tensor) -> Request:
         """The request; without anything to apply, if the guard drops that."""
@@ -429,9 +443,9 @@ class Served(Strategy):
         reply = self._reply()._replace(accepted=verdict, successor=successor, number=number)
         self.desk.post(self._parcel(reply, vector).buffer, src, REPLY)
 
-    def _parcel(self, reply: Reply, vector: Tensor | None = None) -> Parcel:
+    def _parcel(self, reply: Reply, vector: Tensor | None = None) -> Packet:
         if vector is not None:
-            return Parcel.of(reply, vector)
+            return Packet.of(reply, vector)
         self.shelf.write(reply)
         return self.shelf
 
@@ -446,7 +460,7 @@ class Served(Strategy):
 
 
 @dataclass(kw_only=True)
-class GradientServed(Served):
+class GradientServed(ServerStrategy):
     """Servers that apply gradients, with an optimizer of their own.
 
     They do not know which parameters had no gradient in a step: those count as zero there. A
@@ -469,11 +483,18 @@ class GradientServed(Served):
         self.pending = 0
         self.given: list[int] = []
         self.accrued: Tensor | None = None
-        self.master: Master | None = None
+        self.master: ShardOptimizer | None = None
 
-    def bind(self, comm: Comm, replica: Replica, workers: int, seed: int = 0) -> None:
+    def bind(
+        self,
+        comm: Comm,
+        replica: Replica,
+        workers: int,
+        seed: int = 0,
+        listener: RankListener | None = None,
+    ) -> None:
         self.coupled = self.server_optimizer != "user" or replica.decay_is_coupled()
-        super().bind(comm, replica, workers, seed)
+        super().bind(comm, replica, workers, seed, listener)
 
     def settings(self) -> list[float]:
         own = super().settings()
@@ -521,9 +542,9 @@ class GradientServed(Served):
         return self.server_optimizer == "adagrad" or (self.server_optimizer == "user" and own)
 
     def open(self, w: Tensor, part: slice) -> None:
-        from paceline.master import Master
+        from paceline.strategies.toolbox.shard_optimizer import ShardOptimizer
 
-        self.master = Master(w, part, self.replica, self.server_optimizer, self.coupled)
+        self.master = ShardOptimizer(w, part, self.replica, self.server_optimizer, self.coupled)
 
     def state_dict(self) -> dict[str, Any]:
         if self.comm.rank >= self.workers:

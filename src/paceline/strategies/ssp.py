@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.options import at_least
+from paceline.common.options import at_least
 from paceline.strategies.served import ABSENT, GradientServed, Request
 
 if TYPE_CHECKING:

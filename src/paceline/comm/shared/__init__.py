@@ -1,0 +1,1 @@
+"""Ranks of one host that talk through memory they share."""

@@ -1,0 +1,1 @@
+"""Ranks that talk over torch.distributed: gloo on CPUs, nccl on GPUs."""

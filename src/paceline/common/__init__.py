@@ -1,0 +1,1 @@
+"""What all packages use: options, seeds, faults, words and files."""

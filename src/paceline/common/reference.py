@@ -1,0 +1,115 @@
+"""Functions and classes by name, so that a rank's process can find them without a pickle."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+
+_MAIN = "__paceline_main__"
+_JSON = "numbers, texts, lists and dicts only"
+Reference = dict[str, Any]
+
+
+def refer_to(thing: Callable[..., Any] | type) -> Reference:
+    """Where a function or class can be found by another process of this program."""
+    module, name = thing.__module__, getattr(thing, "__qualname__", "")
+    if not name or "<" in name or getattr(thing, "__self__", None) is not None:
+        raise UsageError(
+            f"{name or repr(thing)} must be defined at the top level of a module or script: other"
+            " processes find it there by its name. Move it out of the function, class or object"
+            " that it is in; what it needs from there can be given to train by arguments={...}"
+        )
+    if module not in ("__main__", _MAIN):
+        return {"module": module, "name": name}
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return {"module": spec.name, "name": name}
+    if (path := getattr(main, "__file__", None)) is None:
+        raise UsageError(f"{name} must be in a file, not typed in: other processes read it there")
+    return {"main": str(Path(path).resolve()), "name": name}
+
+
+def find(reference: Reference) -> Any:
+    """What :func:`refer_to` referred to."""
+    if "main" in reference:
+        module = _run_main(reference["main"])
+    elif "script" in reference:
+        module = load_script(Path(reference["script"]))
+    else:
+        module = importlib.import_module(reference["module"])
+    thing: Any = module
+    for part in reference["name"].split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def check_reference(what: str, reference: Any) -> None:
+    """Refuse what :func:`refer_to` does not write, in a file that somebody else may have written.
+
+    A script has its whole path. A module is none of Python's own: there is no training in those,
+    but much that harms when it is called.
+    """
+    where = [kind for kind in ("main", "script", "module") if kind in reference]
+    if len(where) != 1 or set(reference) != {*where, "name"}:
+        raise UsageError(f"{what} ({reference}) must be the name of a thing, and where it is")
+    (kind,) = where
+    place, name = reference[kind], reference["name"]
+    if not isinstance(place, str) or not isinstance(name, str) or not _is_dotted(name):
+        raise UsageError(f"{what} ({reference}) must be told by names")
+    if kind != "module":
+        if not Path(place).is_absolute() or not Path(place).is_file():
+            raise UsageError(f"{what} ({place}) must be the whole path of a script that is there")
+    elif not _is_dotted(place) or place.partition(".")[0] in sys.stdlib_module_names:
+        raise UsageError(f"{what} ({place}) must be in a module, and none of Python's own")
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() and not part.startswith("__") for part in name.split("."))
+
+
+def load_script(path: Path) -> types.ModuleType:
+    """Import a script under its own name, as if its folder were the current one."""
+    sys.path.insert(0, str(path.parent))
+    loader = SourceFileLoader(path.stem, str(path))  # whatever the end of its name
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain_json(name: str, value: Any) -> Any:
+    """``value``, if JSON can hold it as it is."""
+    copy = as_json(name, value)
+    if repr(copy) != repr(value):
+        raise UsageError(f"{name} must hold {_JSON}: {value} would become {copy}")
+    return copy
+
+
+def as_json(name: str, value: Any) -> Any:
+    """``value`` after a way through JSON."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} must hold {_JSON}: {error}") from None
+
+
+def _run_main(path: str) -> types.ModuleType:
+    """Run the launching script again, without what stands under ``if __name__ == "__main__"``."""
+    if _MAIN not in sys.modules:
+        module = types.ModuleType(_MAIN)
+        sys.path.insert(0, str(Path(path).parent))
+        module.__dict__.update(runpy.run_path(path, run_name=_MAIN))
+        sys.modules[_MAIN] = sys.modules["__main__"] = module
+    return sys.modules[_MAIN]

@@ -1,0 +1,105 @@
+"""``paceline bench comm``: averaging a vector among processes of one host.
+
+Every repeat times each engine in turn, in the same processes, so that a slow moment of the machine
+hits all of them; a repeat counts for as long as its slowest rank took.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.base import Comm, Transport
+from paceline.common.reference import refer_to
+from paceline.lab.bench.gloo import free_port, join_gloo
+from paceline.launcher.rank_process import Channel
+from paceline.launcher.supervisor import run_ranks
+
+SIZES = (4 << 10, 4 << 20, 64 << 20)
+
+
+def bench_comm(
+    workers: list[int], sizes: list[int], repeats: int, on_row: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Time shared memory, gloo and a plain copy; one row for each engine and size."""
+    rows = []
+    for count in workers:
+        argument = {"sizes": sizes, "repeats": repeats, "port": free_port()}
+        told = run_ranks(refer_to(time_engines), [argument] * count)
+        for row in _rows(told, count, sizes):
+            rows.append(row)
+            on_row(row)
+    return rows
+
+
+def time_engines(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
+    """On one rank: the seconds of each repeat, by size and engine."""
+    comm = Comm(transport)
+    join_gloo(comm, argument["port"])
+    told: dict[str, dict[str, list[float]]] = {}
+    for nbytes in argument["sizes"]:
+        engines = _engines(comm, transport, nbytes // 4)
+        seconds = told[str(nbytes)] = {name: [] for name in engines}
+        calls = _calls(nbytes)
+        for repeat in range(argument["repeats"] + 1):
+            for name, run in engines.items():
+                comm.barrier()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                if repeat:
+                    seconds[name].append((time.perf_counter() - start) / calls)
+    dist.destroy_process_group()
+    return told
+
+
+def _calls(nbytes: int) -> int:
+    """Calls in a row that make one repeat: enough to see more than the start of them."""
+    return max(2, min(20, (80 << 20) // nbytes))
+
+
+def _engines(comm: Comm, transport: Transport, numel: int) -> dict[str, Callable[[], object]]:
+    shared = transport.allocate(numel, torch.empty(0))
+    other, copied = torch.zeros(numel), torch.zeros(numel)
+    _check(comm, shared.fill_(comm.rank + 1))
+    shared.zero_()
+    return {
+        "shared_memory": lambda: comm.all_reduce(shared),
+        "gloo": lambda: dist.all_reduce(other),
+        "memory_copy": lambda: copied.copy_(other),
+    }
+
+
+def _check(comm: Comm, x: Tensor) -> None:
+    comm.all_reduce(x)
+    expected = comm.size * (comm.size + 1) / 2
+    assert bool((x == expected).all()), f"all-reduce gave {x}, expected {expected}"
+
+
+def _rows(told: list[Any], workers: int, sizes: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for nbytes in sizes:
+        ranks = [rank[str(nbytes)] for rank in told]
+        slowest = {
+            engine: [max(times) for times in zip(*(rank[engine] for rank in ranks), strict=True)]
+            for engine in ranks[0]
+        }
+        gloo = slowest["gloo"]
+        for engine, seconds in slowest.items():
+            rows.append(
+                {
+                    "op": "all_reduce" if engine != "memory_copy" else "copy",
+                    "engine": engine,
+                    "workers": workers,
+                    "bytes": nbytes,
+                    "ms": statistics.median(seconds) * 1e3,
+                    "ratio_to_gloo": statistics.median(seconds) / statistics.median(gloo),
+                }
+            )
+    return rows

@@ -1,0 +1,189 @@
+"""``paceline bench sim``: what the simulator costs, beside the gradients that it computes.
+
+Kernel: events a second when ranks do nothing but compute, post and poll. Gradients: the built-in
+networks under ``allreduce``, against a plain loop that makes the same steps (draw a batch, forward,
+backward, update) with as many replicas and no simulator, in turns. Scale: what a step of one worker
+costs when there are few of them and when there are a thousand.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from paceline.comm.base import Comm, Limits
+from paceline.lab.tasks.fashion import load_images, make_loader, make_model
+from paceline.lab.tasks.recipe import LEAST_BATCH, MOMENTUM, batch_of
+from paceline.launcher.simulate import simulate
+from paceline.sim.cluster import load_cluster
+from paceline.sim.world import SimulatedTransport, World
+from paceline.training.worker import Worker
+
+Clock = Callable[[], float]
+
+CLUSTER = "ethernet-10g"
+EVENTS_A_RANK = 600
+WARM_UP = 3
+"""Steps that are not counted: torch prepares its kernels anew in each thread."""
+
+
+SCALES = (8, 64, 1000)
+SCALED = ("allreduce", "sasgd", "gossip", "easgd", "downpour")
+
+
+def bench_scale(
+    strategies: Sequence[str], scales: Sequence[int], repeats: int, steps: int
+) -> list[dict[str, Any]]:
+    """The processor's time for a worker's step, by method and number of workers, in turns.
+
+    All take batches of the same size and, together, ``steps`` steps at the largest scale and about
+    as many at the others. None is the plain loop over as many replicas: what the caches do to it
+    they do to a simulation, too.
+    """
+    total, rows = steps * max(scales), []
+    for strategy in (None, *strategies):
+        spent: dict[int, list[float]] = {workers: [] for workers in scales}
+        for _ in range(repeats):
+            for workers in scales:
+                each = -(-total // workers)
+                took_s = _cpu_s(strategy, workers, each) / (workers * each)
+                spent[workers].append(1e6 * took_s)
+        first = statistics.median(spent[scales[0]])
+        for workers, micros in spent.items():
+            cost = statistics.median(micros)
+            rows.append(
+                {
+                    "strategy": strategy,
+                    "workers": workers,
+                    "cpu_us_per_step": cost,
+                    "ratio_to_fewest": cost / first,
+                }
+            )
+    return rows
+
+
+def _cpu_s(strategy: str | None, workers: int, steps: int) -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if strategy is None:
+            return _plain_s(workers, "cnn", steps, LEAST_BATCH, time.process_time)
+        clock = time.process_time
+        return _simulated_s(workers, "cnn", steps, LEAST_BATCH, clock, strategy)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def bench_sim(workers: int, repeats: int, steps: int) -> list[dict[str, Any]]:
+    """Time the kernel alone, then with the gradients of each network; one row each."""
+    events = statistics.median(_events_per_s(workers) for _ in range(repeats))
+    rows = [_row(workers, None, events, None, None)]
+    for model in ("cnn", "mlp"):
+        rows.append(_with_gradients(workers, model, repeats, steps))
+    return rows
+
+
+def _row(
+    workers: int, model: str | None, events: float, overhead: float | None, gradient: float | None
+) -> dict[str, Any]:
+    return {
+        "workers": workers,
+        "model": model,
+        "events_per_s": events,
+        "overhead_share": overhead,
+        "overhead_us_per_step": gradient,
+    }
+
+
+def _events_per_s(workers: int) -> float:
+    world = World(load_cluster(CLUSTER), workers, seed=0, limits=Limits(), faults=[])
+
+    def body(transport: SimulatedTransport) -> None:
+        comm, x = Comm(transport), torch.zeros(16)
+        for _ in range(EVENTS_A_RANK // 2):
+            comm.compute(0.001 * (1 + comm.rank % 3))
+            comm.post(x, (comm.rank + 1) % comm.size)
+            comm.poll(x)
+
+    start = time.perf_counter()
+    world.run(body)
+    return world.calendar.events / (time.perf_counter() - start)
+
+
+def _with_gradients(workers: int, model: str, repeats: int, steps: int) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plain, simulated = [], []
+    for _ in range(repeats + 1):
+        plain.append(_plain_s(workers, model, steps))
+        simulated.append(_simulated_s(workers, model, steps))
+    torch.set_num_threads(threads)
+    ratios = [sim / base for sim, base in zip(simulated[1:], plain[1:], strict=True)]
+    share = statistics.median(ratios) - 1
+    step_us = 1e6 * statistics.median(plain[1:]) / (steps * workers)
+    events = 2 * workers * steps / statistics.median(simulated[1:])
+    return _row(workers, model, events, share, share * step_us)
+
+
+def _plain_s(
+    workers: int,
+    model: str,
+    steps: int,
+    batch_size: int | None = None,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Seconds of the same steps in a plain loop over as many replicas."""
+    images = load_images()
+    replicas = []
+    for _ in range(workers):
+        net = make_model(model)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=MOMENTUM)
+        loader = make_loader(images, batch_size or batch_of(workers))
+        replicas.append((net, sgd, chain.from_iterable(repeat(loader))))
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            start = clock()
+        for net, sgd, batches in replicas:
+            _step(net, sgd, *next(batches))
+    return clock() - start
+
+
+def _simulated_s(
+    workers: int,
+    model: str,
+    steps: int,
+    batch_size: int | None = None,
+    clock: Clock = time.perf_counter,
+    strategy: str = "allreduce",
+) -> float:
+    """Seconds of the same steps in the simulator, from the first to the last."""
+    moments: list[float] = []
+
+    def train(worker: Worker) -> None:
+        net: torch.nn.Module = make_model(model)
+        sgd: Any = torch.optim.SGD(net.parameters(), lr=0.01, momentum=MOMENTUM)
+        net, sgd = worker.setup(net, sgd)
+        size = batch_size or batch_of(worker.size)
+        loader = worker.setup_dataloaders(make_loader(load_images(), size))
+        batches = chain.from_iterable(repeat(loader))
+        for step in range(WARM_UP + steps):
+            if step == WARM_UP:
+                worker.comm.barrier()
+                moments.append(clock())
+            _step(net, sgd, *next(batches))
+        moments.append(clock())
+
+    simulate(train, workers=workers, cluster=CLUSTER, strategy=strategy)
+    return max(moments) - min(moments)
+
+
+def _step(net: torch.nn.Module, sgd: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    sgd.zero_grad()
+    cross_entropy(net(x), y).backward()
+    sgd.step()

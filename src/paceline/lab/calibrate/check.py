@@ -1,0 +1,170 @@
+"""Predict real runs from a calibration, then make them, and compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.lab.calibrate.clock import busy_share
+from paceline.lab.calibrate.machine import Calibration, Subject, one_thread_a_rank
+from paceline.lab.trials import Trial, run_trials
+from paceline.launcher.launch import launch
+from paceline.record.result import Result
+from paceline.strategies import make_strategy
+
+ALLOWED = 0.15
+"""The error that a prediction may have, where runs repeat better than half of that."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run to predict and to make."""
+
+    subject: Subject
+    workers: int
+    strategy: str
+
+    @property
+    def place(self) -> str:
+        """The set-up without the method: methods are ranked within it."""
+        return f"{self.subject.name}, {self.workers} workers"
+
+    @property
+    def what(self) -> str:
+        """The set-up in words."""
+        return f"{self.subject.name}, {self.strategy}, {self.workers} workers"
+
+
+@dataclass
+class Row:
+    """A prediction, and what was measured after it.
+
+    Attributes:
+        setup: the run.
+        predicted: samples a second.
+        measured: likewise, of each real run.
+        busy: the share of the cores that other work used just before each of them.
+    """
+
+    setup: Setup
+    predicted: float
+    measured: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The middle one of the measured throughputs, samples a second."""
+        return statistics.median(self.measured)
+
+    @property
+    def spread(self) -> float:
+        """Their standard deviation, over the median."""
+        return statistics.stdev(self.measured) / self.median if len(self.measured) > 1 else 0.0
+
+    @property
+    def error(self) -> float:
+        """The prediction's, as a signed share of the measured value."""
+        return (self.predicted - self.median) / self.median
+
+    @property
+    def within(self) -> bool:
+        """Whether the goal is met: 15 %, or twice the spread from run to run."""
+        return abs(self.error) <= max(ALLOWED, 2 * self.spread)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "what": self.setup.what,
+            "predicted": self.predicted,
+            "measured": self.median,
+            "error": self.error,
+            "spread": self.spread,
+            "within": self.within,
+            "runs": self.measured,
+            "busy": statistics.mean(self.busy) if self.busy else None,
+            "model": self.setup.subject.name,
+            "strategy": self.setup.strategy,
+            "workers": self.setup.workers,
+        }
+
+
+def predict(setups: Sequence[Setup], calibrations: Mapping[str, Calibration]) -> list[Row]:
+    """Simulate every set-up with the calibration of its script, and nothing else."""
+    trials = [
+        Trial(
+            strategy=make_strategy(setup.strategy),
+            workers=setup.workers,
+            cluster=calibrations[setup.subject.name].cluster(),
+            seed=setup.subject.seed,
+            arguments=setup.subject.arguments,
+            train=setup.subject.train,
+        )
+        for setup in setups
+    ]
+    rows = []
+    for setup, outcome in zip(setups, run_trials(trials), strict=True):
+        if outcome.result is None:
+            raise PacelineError(f"{setup.what}: {outcome.error}")
+        rows.append(Row(setup, _throughput(setup, outcome.result)))
+    return rows
+
+
+def measure(
+    rows: Sequence[Row], repeats: int, on_run: Callable[[Row], None] = lambda row: None
+) -> None:
+    """Make the real runs: all of them in turn, and that ``repeats`` times."""
+    with one_thread_a_rank():
+        for repeat in range(repeats):
+            turn = repeat % len(rows)
+            for row in [*rows[turn:], *rows[:turn]]:
+                row.busy.append(busy_share())
+                row.measured.append(_run(row.setup))
+                on_run(row)
+
+
+def _run(setup: Setup) -> float:
+    result = launch(
+        setup.subject.train,
+        workers=setup.workers,
+        strategy=setup.strategy,
+        transport=setup.subject.transport,
+        seed=setup.subject.seed,
+        arguments=setup.subject.arguments,
+    )
+    return _throughput(setup, result)
+
+
+def _throughput(setup: Setup, result: Result) -> float:
+    if result.samples_per_s is None:
+        raise PacelineError(f"{setup.what}: no throughput, a worker must make at least 2 steps")
+    return result.samples_per_s
+
+
+def rank_methods(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of each set-up, the methods from fast to slow: predicted, measured, and whether it is right.
+
+    Two methods that differ by less than their runs do, from run to run, are not told apart.
+    """
+    places: dict[str, list[Row]] = {}
+    for row in rows:
+        places.setdefault(row.setup.place, []).append(row)
+    return [
+        {
+            "where": place,
+            "predicted": [r.setup.strategy for r in sorted(own, key=lambda r: -r.predicted)],
+            "measured": [r.setup.strategy for r in sorted(own, key=lambda r: -r.median)],
+            "right": all(_same_order(*pair) for pair in combinations(own, 2)),
+        }
+        for place, own in places.items()
+    ]
+
+
+def _same_order(one: Row, other: Row) -> bool:
+    difference = one.median - other.median
+    if abs(difference) <= max(one.spread * one.median, other.spread * other.median):
+        return True
+    return (one.predicted > other.predicted) == (difference > 0)

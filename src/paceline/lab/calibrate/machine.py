@@ -1,0 +1,372 @@
+"""Measure a script and this machine, and write both down as a cluster file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from paceline.common.reference import Reference, find
+from paceline.lab.calibrate.fit import Line, Variation, fit_line, fit_variation, relative_error
+from paceline.lab.calibrate.messages import IN_TURN, Taken, run_messages
+from paceline.lab.calibrate.steps import HANDLED, StepTimes, Timed, run_steps
+from paceline.lab.tasks.recipe import batch_of
+from paceline.record.folder import provenance
+from paceline.sim.cluster import (
+    Cluster,
+    Collectives,
+    Compute,
+    Handling,
+    Link,
+    Loading,
+    Serving,
+)
+
+SMALL_BYTES = 4 << 10
+MOST_RANKS = 4
+LEAST_WAIT_S = 1e-6
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is calibrated: a training function, its arguments, and how ranks talk."""
+
+    name: str
+    train: Reference
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    transport: str = "shared_memory"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long a calibration may take.
+
+    Args:
+        rounds: how often everything is measured, in turn.
+        steps: of each process, for each batch size and round.
+        limit_s: or so many seconds of them, if that is less.
+        repeats: of each operation, for each size and round.
+    """
+
+    rounds: int = 3
+    steps: int = 60
+    limit_s: float = 2.0
+    repeats: int = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was found.
+
+    Attributes:
+        subject: what was calibrated.
+        cores: that processes of this machine may use at once.
+        nbytes: the size of the model.
+        batches: the batch sizes that steps were timed with.
+        sizes: the bytes that messages were timed with.
+        gradient: seconds of a step by samples: from its batch to its end, without communication.
+        loading: seconds from a step to the next batch, by samples.
+        variation: of single steps around their mean.
+        crowding: a step's own time where four ranks take turns on the cores, over that.
+        link: what a message takes while no core works on it, by bytes.
+        work: what the core of a rank does in each operation, by bytes.
+        serve: all that a server does for a request, by bytes.
+        queued: the share of the time in which other work had the cores.
+    """
+
+    subject: Subject
+    cores: int
+    nbytes: int
+    batches: list[int]
+    sizes: list[int]
+    gradient: Line
+    loading: Line
+    variation: Variation
+    crowding: float
+    link: Line
+    work: dict[str, Line]
+    serve: Line
+    queued: float
+
+    def cluster(self, name: str = "calibrated") -> Cluster:
+        """The cluster that this machine is."""
+        varies = self.variation
+        kinds: dict[str, Any] = {varies.kind: varies.trace or varies.value}
+        kinds.pop("none", None)
+        link = _link(self.link)
+        return Cluster(
+            name=name,
+            about=f"{self.subject.name} on this machine, over {self.subject.transport}",
+            ranks_per_node=0,
+            cores=self.cores,
+            network=link,
+            inside=link,
+            compute=Compute(step_s=self.gradient.start, sample_s=self.gradient.slope, **kinds),
+            loading=Loading(batch_s=self.loading.start, sample_s=self.loading.slope),
+            collectives=Collectives(algorithm="ring"),
+            serving=Serving(bytes_per_s=1 / self.serve.slope),
+            handling=Handling(**{what: _link(line) for what, line in self.work.items()}),
+        )
+
+    def fits(self) -> list[dict[str, Any]]:
+        """Each fit in numbers: what it starts at, what is added by unit, and how far it is off."""
+        lines = {
+            "gradient": (self.gradient, "sample"),
+            "loading": (self.loading, "sample"),
+            "link": (self.link, "byte"),
+            **{what: (line, "byte") for what, line in self.work.items()},
+            "serve": (self.serve, "byte"),
+        }
+        told = [
+            {"what": what, "start_s": line.start, f"{unit}_s": line.slope, "error": line.error}
+            for what, (line, unit) in lines.items()
+        ]
+        varies = self.variation
+        shape = {"what": "variation", "kind": varies.kind, "value": varies.value}
+        return [*told, {**shape, "error": varies.error}]
+
+
+def _link(line: Line) -> Link:
+    return Link(latency_s=line.start, bytes_per_s=1 / line.slope if line.slope > 0 else math.inf)
+
+
+def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) -> Calibration:
+    """Measure ``subject`` on this machine: everything in turn, and that several times."""
+    cores = usable_cores()
+    most = max(2, cores)
+    with one_thread_a_rank():
+        batches = batch_sizes(subject, cores)
+        runs: list[StepTimes] = []
+        crowded: list[StepTimes] = []
+        taken: list[Taken] = []
+        for number in range(1, effort.rounds + 1):
+            say(f"round {number} of {effort.rounds}: steps and what comes with them, then messages")
+            runs += [_steps(subject, effort, batch, most) for batch in batches]
+            crowded.append(_steps(subject, effort, batches[0], max(MOST_RANKS, cores)))
+            nbytes = runs[0].nbytes
+            sizes = message_sizes(nbytes)
+            for size in sizes:
+                taken += run_messages(size, transport=subject.transport, repeats=effort.repeats)
+    return Calibration(
+        subject=subject,
+        cores=cores,
+        nbytes=nbytes,
+        batches=sorted({_full(run.gradients) for run in runs}),
+        sizes=sizes,
+        gradient=fit_means([run.gradients for run in runs]),
+        loading=fit_means([run.loading for run in runs]),
+        variation=fit_variation(_factors(runs)),
+        crowding=_crowding(runs, crowded),
+        link=_fit_link(taken),
+        work={what: fit_work(what, [*runs, *crowded], taken) for what in HANDLED},
+        serve=fit_work("serve", runs, []),
+        queued=_others(statistics.mean(run.queued for run in runs), min(1.0, cores / most)),
+    )
+
+
+def _others(queued: float, own: float) -> float:
+    """The share that other work had, where each rank could have had ``own`` of a core at most."""
+    return max(0.0, 1 - (1 - queued) / own)
+
+
+def _steps(subject: Subject, effort: Effort, batch: int | None, ranks: int) -> StepTimes:
+    arguments = dict(subject.arguments)
+    if batch is not None:
+        arguments["batch_size"] = batch
+    return run_steps(
+        subject.train,
+        arguments,
+        workers=ranks,
+        transport=subject.transport,
+        steps=effort.steps,
+        limit_s=effort.limit_s,
+        seed=subject.seed,
+    )
+
+
+# Fits --------------------------------------------------------------------------------------------
+
+
+def fit_means(runs: Sequence[Sequence[Timed]]) -> Line:
+    """Seconds by samples, from the mean of each run and the median of the runs of each size."""
+    means: dict[int, list[float]] = {}
+    for run in runs:
+        full = _full(run)
+        whole = [timed.seconds for timed in run if timed.samples == full]
+        if whole:
+            means.setdefault(full, []).append(statistics.mean(whole))
+    if not means:
+        return Line(0.0, 0.0, 0.0)
+    return fit_line(list(means), [statistics.median(each) for each in means.values()])
+
+
+def _full(run: Sequence[Timed]) -> int:
+    """The size of a whole batch in a run."""
+    return max((timed.samples for timed in run), default=0)
+
+
+def _crowding(runs: Sequence[StepTimes], crowded: Sequence[StepTimes]) -> float:
+    """How much longer a step's own time is where ranks take turns on the cores."""
+    full = _full(crowded[0].gradients)
+    alike = [run for run in runs if _full(run.gradients) == full]
+    here, there = (fit_means([run.gradients for run in each]).start for each in (alike, crowded))
+    return there / here
+
+
+def _factors(runs: Sequence[StepTimes]) -> list[float]:
+    """The time of each full step over the mean of its run."""
+    factors: list[float] = []
+    for run in runs:
+        full = _full(run.gradients)
+        whole = [timed.seconds for timed in run.gradients if timed.samples == full]
+        mean = statistics.mean(whole)
+        factors += [seconds / mean for seconds in whole]
+    return factors
+
+
+def _fit_link(taken: Sequence[Taken]) -> Line:
+    """What half a round trip takes beside the work of the ranks."""
+    waits: dict[int, list[float]] = {}
+    for one in taken:
+        if one.what == IN_TURN:
+            waits.setdefault(one.nbytes, []).append(one.wait_s / 2)
+    medians = [max(LEAST_WAIT_S, statistics.median(each)) for each in waits.values()]
+    return fit_line(list(waits), medians)
+
+
+def fit_work(what: str, runs: Sequence[StepTimes], taken: Sequence[Taken]) -> Line:
+    """What the core of a rank does: a small vector's by itself, the model's between gradients.
+
+    The error is how far single runs are from their median.
+    """
+    nbytes, times = runs[0].nbytes, [run.work[what] for run in runs]
+    whole_s = statistics.median(times)
+    error = relative_error([whole_s] * len(times), times)
+    alone, share = (IN_TURN, 0.5) if what in ("post", "take") else (what, 1.0)
+    small = [one for one in taken if one.what == alone and one.nbytes < nbytes]
+    if not small:
+        return Line(0.0, whole_s / nbytes, error)
+    least = min(one.nbytes for one in small)
+    call_s = share * statistics.median(one.work_s for one in small if one.nbytes == least)
+    slope = max(0.0, whole_s - call_s) / (nbytes - least)
+    return Line(whole_s - slope * nbytes, slope, error)
+
+
+# What to measure ---------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: those that it is allowed, and its container's share."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        share = int(quota) // int(period) if quota != "max" else 0
+    except (OSError, ValueError):
+        share = 0
+    return max(1, min(allowed or 1, share or allowed or 1))
+
+
+@contextmanager
+def one_thread_a_rank() -> Iterator[None]:
+    """Within, ranks that are started use one thread each, however few they are."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def batch_sizes(subject: Subject, cores: int) -> list[int | None]:
+    """A whole batch, a half and a quarter, where ``train`` takes ``batch_size``; else its own."""
+    parameters = signature(find(subject.train)).parameters
+    if "batch_size" not in parameters:
+        return [None]
+    given = subject.arguments.get("batch_size", parameters["batch_size"].default)
+    largest = given if isinstance(given, int) else batch_of(cores)
+    return [*dict.fromkeys(max(1, largest // part) for part in (1, 2, 4))]
+
+
+def message_sizes(nbytes: int) -> list[int]:
+    """A small message and the whole model, in whole numbers of 4 bytes."""
+    whole = max(4, nbytes // 4 * 4)
+    return sorted({min(SMALL_BYTES, whole), whole})
+
+
+# The file ----------------------------------------------------------------------------------------
+
+
+def to_toml(found: Calibration) -> str:
+    """The cluster file, with what it rests on in its comments."""
+    cluster, subject = found.cluster(), found.subject
+    versions = provenance()["versions"]
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    batches, sizes = (", ".join(map(str, each)) for each in (found.batches, found.sizes))
+    lines = [
+        f"# Measured by paceline calibrate on {time.strftime('%Y-%m-%d %H:%M:%S %z')}.",
+        f"# {subject.name} {dict(subject.arguments)}: {found.nbytes} bytes of parameters.",
+        f"# Transport {subject.transport}, one thread a rank, device cpu. Versions: {told}.",
+        f"# Batches of {batches} samples; messages of {sizes} bytes; 2 to 4 ranks.",
+        f"# With {MOST_RANKS} ranks a step's own time was {found.crowding:.2f} of the one here.",
+        f"# Other work had the cores for {found.queued:.0%} of the time; it is left out.",
+        "# Errors are relative, root mean squares: of lines over sizes, of work over runs.",
+        "",
+        f"about = {json.dumps(cluster.about)}",
+        "ranks_per_node = 0           # all on this machine",
+        f"cores = {cluster.cores}",
+        "",
+        *_table("inside", cluster.inside, found.link.error),
+        "[compute]                    # a whole step without communication",
+        f"step_s = {cluster.compute.step_s!r}",
+        f"sample_s = {cluster.compute.sample_s!r}     # error {found.gradient.error:.1%}",
+        *_variation(found.variation),
+        "",
+        "[loading]                    # from a step to the next batch",
+        f"batch_s = {cluster.loading.batch_s!r}",
+        f"sample_s = {cluster.loading.sample_s!r}     # error {found.loading.error:.1%}",
+        "",
+        "[collectives]",
+        'algorithm = "ring"',
+        "",
+        "[serving]                    # all that a server does for a request",
+        f"bytes_per_s = {cluster.serving.bytes_per_s!r}     # error {found.serve.error:.1%}",
+        "",
+    ]
+    for what, line in found.work.items():
+        lines += _table(f"handling.{what}", getattr(cluster.handling, what), line.error)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(name: str, link: Link, error: float) -> list[str]:
+    head = f"[{name}]"
+    return [
+        f"{head:<28} # error {error:.1%}",
+        f"latency_s = {link.latency_s!r}",
+        *([f"bytes_per_s = {link.bytes_per_s!r}"] if math.isfinite(link.bytes_per_s) else []),
+        "",
+    ]
+
+
+def _variation(varies: Variation) -> list[str]:
+    if varies.kind == "none":
+        return ["# no variation: single steps are within 0.5 % of their mean"]
+    if varies.kind == "trace":
+        factors = ", ".join(f"{factor:.4g}" for factor in varies.trace)
+        return [
+            "# no simple distribution fits: steps as they came, over their mean",
+            f"trace = [{factors}]",
+        ]
+    return [f"{varies.kind} = {varies.value!r}     # error {varies.error:.1%} of the mean"]

@@ -1,0 +1,289 @@
+"""The laws of every method: members, messages, windows, batches, and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.base import MAILBOX_CAPACITY
+from paceline.lab.faulttest.training import EPOCHS
+from paceline.lab.faulttest.watched import Observer, WatchedInbox, around
+from paceline.sim.world import Collective
+from paceline.strategies.served import ServerStrategy
+from paceline.strategies.toolbox.guard import is_sound
+from paceline.training.session import Session
+
+Batch = tuple[int, int, int]
+
+
+class Members(Observer):
+    """The membership number grows, all see the same members, and each of them has its state."""
+
+    number = 0
+
+    def attach(self, session: Session) -> None:
+        around(session.world, "alive", lambda inner: self._asked(session, inner()))
+        around(session.transport, "arrived", lambda inner: self._arrived(session, inner))
+        around(session.strategy, "join", lambda inner, x: self._joined(session, inner, x))
+        around(session.strategy, "succeed", lambda inner, x: self._joined(session, inner, x))
+        if not session.transport.late:
+            self.scene.begun.add((session.rank, 1))
+
+    def looked(self) -> None:
+        number = self.world.membership
+        self.scene.check(number >= self.number, "membership", f"{number} after {self.number}")
+        self.number = number
+
+    def _asked(self, session: Session, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """A rank that has not arrived counts itself in; nobody else does."""
+        here = {*self.world.alive(), session.rank}
+        self.scene.check(
+            {*seen, session.rank} == here,
+            "members",
+            lambda: f"rank {session.rank} sees {seen}, here are {sorted(here)}",
+        )
+        for rank in seen:
+            self.scene.check(
+                rank == session.rank or (rank, self.scene.life(rank)) in self.scene.begun,
+                "members",
+                f"rank {rank} is a member, and has no state yet",
+            )
+        return seen
+
+    def _joined(self, session: Session, inner: Any, x: Tensor) -> Any:
+        told = inner(x)
+        self.scene.begun.add((session.rank, self.scene.life(session.rank)))
+        return told
+
+    def _arrived(self, session: Session, inner: Any) -> None:
+        me = (session.rank, self.scene.life(session.rank))
+        self.scene.check(
+            me in self.scene.begun, "members", f"rank {session.rank} arrives without a state"
+        )
+        inner()
+        here = session.rank in self.world.alive()
+        self.scene.check(here, "members", f"rank {session.rank} has arrived, and is no member")
+        self.scene.sites["arrived late"] += 1
+
+
+class Messages(Observer):
+    """All bytes that are sent are delivered, dropped with a rank, or still on their way.
+
+    No more of them wait than a mailbox has room for.
+    """
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        waiting = self.world.inboxes[dst].posted_by(src)
+        self.scene.check(
+            waiting <= MAILBOX_CAPACITY, "room", f"{waiting} of rank {src} wait for rank {dst}"
+        )
+
+    def ended(self) -> None:
+        boxes: list[Any] = self.world.inboxes
+        sent = sum(transport.by_message for transport in self.scene.transports)
+        nowhere = sum(transport.to_nobody for transport in self.scene.transports)
+        put = sum(box.sent for box in boxes)
+        self.scene.check(
+            sent == put + nowhere, "bytes", f"{sent} sent, {put} put in, {nowhere} to nobody"
+        )
+        for rank, box in enumerate(boxes):
+            assert isinstance(box, WatchedInbox)
+            self.scene.check(
+                box.sent == box.delivered + box.dropped + box.in_flight,
+                "bytes",
+                f"to rank {rank}: {box.sent} sent, {box.delivered} delivered,"
+                f" {box.dropped} dropped, {box.in_flight} on their way",
+            )
+
+
+class Windows(Observer):
+    """A window's versions count up; who reads one sees what was published, and never goes back."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._versions: dict[int, int] = {}
+        self._written: dict[tuple[int, int], Tensor] = {}
+        self._read: dict[tuple[int, int], int] = {}
+
+    def published(self, rank: int, version: int, x: Tensor) -> None:
+        before = self._versions.get(rank, 0)
+        self.scene.check(
+            version == before + 1, "versions", f"rank {rank} published {version} after {before}"
+        )
+        self._versions[rank] = version
+        self._written[rank, version] = x.clone()
+
+    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+        before = self._read.get((rank, src), 0)
+        self.scene.check(
+            version >= before,
+            "versions",
+            f"rank {rank} read version {version} of rank {src} after {before}",
+        )
+        self._read[rank, src] = version
+        self.scene.check(
+            torch.equal(x, self._written[src, version]),
+            "windows",
+            f"what rank {rank} read of rank {src} is not what version {version} was",
+        )
+
+
+class Batches(Observer):
+    """A batch is given out once; again only when who had it was lost, and had not used it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._holder: dict[Batch, tuple[int, int]] = {}
+        self._done: set[Batch] = set()
+
+    def drew(self, rank: int, queue: int, epoch: int, number: int) -> None:
+        batch = (queue, epoch, number)
+        self.scene.check(
+            batch not in self._done, "batches", f"{batch} was given to rank {rank} after its use"
+        )
+        if batch in self._holder:
+            holder = self._holder[batch]
+            self.scene.check(
+                self.scene.is_over(*holder),
+                "batches",
+                f"{batch} was given to rank {rank} while rank {holder[0]} had it",
+            )
+            self.scene.sites["batch given again"] += 1
+        self._holder[batch] = (rank, self.scene.life(rank))
+
+    def used(self, rank: int, queue: int, epoch: int, number: int) -> None:
+        batch = (queue, epoch, number)
+        if self._holder.get(batch) == (rank, self.scene.life(rank)):
+            self._done.add(batch)
+
+    def ended(self) -> None:
+        for batch, holder in self._holder.items():
+            self.scene.check(
+                batch in self._done or self.scene.is_over(*holder),
+                "batches",
+                f"{batch} was given to rank {holder[0]}, which lives, and was not used",
+            )
+            self.scene.check(
+                batch in self._done or batch in self.world.returned,
+                "batches",
+                f"{batch} was not used, and is not among those that are told as lost",
+            )
+        for epoch in range(EPOCHS if self._holder else 0):
+            numbers = sorted(number for _, e, number in self._holder if e == epoch)
+            self.scene.check(
+                numbers == list(range(len(numbers))) and len(numbers) > 0,
+                "batches",
+                f"those of epoch {epoch} are {numbers}",
+            )
+
+
+class Sums(Observer):
+    """A collective gives everyone the sum over all of its members that hand something in."""
+
+    def reduced(self, collective: Collective) -> None:
+        parts = [collective.inputs[m] for m in collective.members if collective.inputs[m][1]]
+        self.scene.check(
+            collective.total == sum(weight for _, weight in parts), "sums", "the weights do not add"
+        )
+        for rank in collective.members:
+            x = collective.inputs[rank][0]
+            if x.dtype.is_floating_point and collective.inputs[rank][1]:
+                self.scene.check(
+                    bool(torch.isfinite(x).all()), "finite", f"rank {rank} hands in {x.tolist()}"
+                )
+
+
+class Sound(Observer):
+    """What is not finite, or explodes, never comes into what ranks share; and it is counted."""
+
+    def published(self, rank: int, version: int, x: Tensor) -> None:
+        strategy: Any = self.scene.workers[rank].strategy
+        is_server = rank >= self.schedule.workers and isinstance(strategy, ServerStrategy)
+        self._look(strategy.shelf.vector if is_server else x, f"rank {rank} publishes")
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        self._look(x, f"rank {src} sends rank {dst}")
+
+    def _look(self, x: Tensor, where: str) -> None:
+        if x.dtype.is_floating_point:
+            self.scene.check(is_sound(x), "finite", lambda: f"{where} {x.tolist()}")
+
+    def ended(self) -> None:
+        schedule = self.schedule
+        if schedule.bad_rank is None or schedule.faults or schedule.workers == 1:
+            return
+        session = self.scene.workers[schedule.bad_rank]
+        assert session.stepper is not None
+        bad = [step for step in schedule.bad_steps if step < session.stepper.steps]
+        dropped = session.strategy.guard.dropped[session.rank]
+        self.scene.check(
+            dropped >= len(bad), "bad gradients are counted", f"{dropped} of {len(bad)} are"
+        )
+
+
+class Ends(Observer):
+    """Every worker that lives comes to its end, with finite numbers, and leaves nothing behind."""
+
+    def attach(self, session: Session) -> None:
+        if session.rank < session.size:
+            around(session, "finish", lambda inner: self._finish(session, inner))
+
+    def _finish(self, session: Session, inner: Any) -> None:
+        inner()
+        assert session.stepper is not None
+        spans = session.stepper.replica.flat.spans  # a single worker's vector has gaps between them
+        x = torch.cat([span.parameter.detach().reshape(-1) for span in spans])
+        self.scene.finished[session.rank] = x
+        self.scene.check(
+            bool(torch.isfinite(x).all()), "finite", f"rank {session.rank} ends with {x.tolist()}"
+        )
+
+    def ended(self) -> None:
+        world, scene = self.world, self.scene
+        for rank in range(self.schedule.workers):
+            scene.check(
+                rank in scene.finished or rank in world.lost or rank in scene.too_late,
+                "liveness",
+                f"rank {rank} was not lost, and has not come to its end",
+            )
+        scene.check(not world.vigils and not world.receivers, "left behind", "a rank still waits")
+        for rank, batches in enumerate(world.in_hand):
+            scene.check(not batches, "left behind", f"rank {rank} still has {batches}")
+
+
+class Steps(Observer):
+    """A worker that was not disturbed makes all of its steps."""
+
+    def ended(self) -> None:
+        if self.schedule.data != "steps":
+            return
+        for rank, session in self.scene.workers.items():
+            undisturbed = rank not in self.world.lost and rank not in self.scene.too_late
+            if rank < self.schedule.workers and undisturbed:
+                assert session.stepper is not None
+                steps, expected = session.stepper.steps, self.schedule.steps_of(rank)
+                self.scene.check(steps == expected, "steps", f"rank {rank} made {steps}")
+
+
+class Traffic(Observer):
+    """An undisturbed run sends as many bytes as the method's formula says."""
+
+    def watches(self) -> bool:
+        schedule = self.schedule
+        calm = not schedule.faults and schedule.bad_rank is None
+        calm = calm and schedule.checkpoint_steps is None  # to which servers are called
+        equal = schedule.data == "steps" and not schedule.uneven and calm
+        steady = (
+            schedule.name != "sasgd" or not schedule.falling
+        )  # it changes its form with the rate
+        return equal and steady and schedule.workers > 1
+
+    def ended(self) -> None:
+        session = self.scene.workers[0]
+        nbytes = self.scene.finished[0].nbytes
+        payload = session.strategy.payload(self.schedule.steps, nbytes, self.schedule.workers)
+        sent = sum(transport.meter.bytes_sent for transport in self.scene.transports)
+        if payload is not None:
+            self.scene.check(sent == payload, "bytes", f"{sent} sent, by the formula {payload}")

@@ -1,0 +1,86 @@
+"""The laws of methods without a center: what is averaged, and what is moved from one to another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.packet import Packet
+from paceline.lab.faulttest.watched import Observer, around, close
+from paceline.strategies.adpsgd import ADPSGD, MOVE
+from paceline.strategies.decentralised import Decentralised, Note
+from paceline.strategies.gossip import MODEL, Gossip
+from paceline.training.session import Session
+
+
+class Averages(Observer):
+    """Gossip: after a step a worker is at the mean of its own model and those that it took in.
+
+    AD-PSGD: a worker moves by its own step and by the moves that it took in, less those that it
+    sent: what one loses the other gains.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._came: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._went: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._local: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def watches(self) -> bool:
+        return isinstance(self.schedule.method, Decentralised) and self.schedule.workers > 1
+
+    def attach(self, session: Session) -> None:
+        around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
+        around(session.strategy, "local_update", lambda inner: self._update(session, inner))
+
+    def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
+        if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
+            self._came[rank].append(_open(x))
+
+    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+        self._came[rank].append(_open(x))
+
+    def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
+        if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
+            self._went[src].append(_open(x))
+
+    def _update(self, session: Session, inner: Any) -> None:
+        assert session.stepper is not None
+        x = session.stepper.replica.flat.x
+        before = x.clone()
+        inner()
+        self._local[session.rank] = (before, x.clone())
+
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+        rank, before = session.rank, x.clone()
+        self._came[rank].clear()
+        self._went[rank].clear()
+        inner(x, g)
+        expected = self._expected(session, before)
+        self.scene.check(
+            close(x, expected),
+            "an average is that of all who met",
+            lambda: (
+                f"rank {rank} is at {x.tolist()} and not {expected.tolist()}, after"
+                f" {[v.tolist() for v in self._came[rank]]} came"
+            ),
+        )
+
+    def _expected(self, session: Session, before: Tensor) -> Tensor:
+        came, went = self._came[session.rank], self._went[session.rank]
+        start, end = self._local[session.rank]
+        if isinstance(session.strategy, ADPSGD):
+            moved = end - start
+            return before + moved + sum(came, torch.zeros_like(before)) - sum(went, 0 * before)
+        assert isinstance(session.strategy, Gossip)
+        if session.strategy.order == "parallel":
+            return end + (torch.stack([before, *came]).mean(0) - before)
+        return torch.stack([end, *came]).mean(0)
+
+
+def _open(message: Tensor) -> Tensor:
+    """The model, or the move, in a message."""
+    return Packet(message, len(Note._fields), torch.float64).vector.clone()

@@ -1,0 +1,162 @@
+"""The laws of synchronous methods: replicas are equal, and what they step with is the mean."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.lab.faulttest.watched import Observer, around, close
+from paceline.strategies.diloco import DiLoCo
+from paceline.strategies.easgd import EASGD
+from paceline.strategies.hierarchical import Hierarchical
+from paceline.strategies.sasgd import SASGD
+from paceline.training.session import Session
+
+
+@dataclass
+class Part:
+    """What one worker brought to a step or a meeting: its model before, and what it gave."""
+
+    x: Tensor
+    given: Tensor
+    weight: float
+
+
+class Replicas(Observer):
+    """Workers that have made the same number of steps hold the same bits."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seen: dict[int, tuple[int, Tensor]] = {}
+
+    def watches(self) -> bool:
+        method = self.schedule.method
+        meets = isinstance(method, (SASGD, DiLoCo, Hierarchical))
+        meets = meets or self.schedule.name in ("allreduce", "layered")
+        meets = meets or (isinstance(method, EASGD) and method.sync)
+        return meets and self.schedule.workers > 1 and self.schedule.objective != "still"
+
+    def attach(self, session: Session) -> None:
+        if session.rank < session.size:
+            around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
+
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+        strategy: Any = session.strategy
+        shared = self._shared(strategy, x)
+        if shared is not None:
+            self._compare(session.rank, strategy.steps, shared)
+        inner(x, g)
+
+    def _shared(self, strategy: Any, x: Tensor) -> Tensor | None:
+        """What all workers have alike before this step; None where they need not."""
+        if isinstance(strategy, EASGD):
+            return strategy.center
+        if isinstance(strategy, (SASGD, DiLoCo)):
+            return x if strategy.pending == 0 else None
+        if isinstance(strategy, Hierarchical):
+            return x if strategy.steps % strategy.interval == 0 else None
+        return x
+
+    def _compare(self, rank: int, step: int, x: Tensor) -> None:
+        if step not in self._seen:
+            self._seen[step] = (rank, x.clone())
+            return
+        first, theirs = self._seen[step]
+        self.scene.check(
+            torch.equal(x, theirs),
+            "replicas are equal",
+            lambda: (
+                f"before step {step} rank {rank} holds {x.tolist()}, rank {first} {theirs.tolist()}"
+            ),
+        )
+
+    def ended(self) -> None:
+        """Whoever comes to the end does so with the same model."""
+        ends = list(self.scene.finished.items())
+        for rank, x in ends[1:]:
+            self.scene.check(
+                torch.equal(x, ends[0][1]),
+                "replicas are equal",
+                f"rank {rank} ends with {x.tolist()}, rank {ends[0][0]} with {ends[0][1].tolist()}",
+            )
+
+
+class Means(Observer):
+    """A step, or a meeting, takes the mean over those who are there, each with its weight."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._parts: defaultdict[int, dict[int, Part]] = defaultdict(dict)
+        self._after: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._meetings: dict[int, int] = {}
+
+    def watches(self) -> bool:
+        method, schedule = self.schedule.method, self.schedule
+        plain = schedule.optimizer in ("sgd", "decay")
+        steps = schedule.name in ("allreduce", "layered") and plain
+        meets = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
+        return (steps or meets) and schedule.workers > 1 and schedule.objective != "still"
+
+    def attach(self, session: Session) -> None:
+        if session.rank >= session.size:
+            return
+        strategy: Any = session.strategy
+        if self.schedule.name in ("allreduce", "layered"):
+            around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
+        else:
+            around(strategy, "meet", lambda inner, x, w: self._meet(session, inner, x, w))
+
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor) -> None:
+        assert session.stepper is not None
+        replica, number = session.stepper.replica, session.stepper.steps
+        decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
+        after = x - replica.lrs()[0] * (g + decay * x)
+        weight = 0.0 if replica.overflow else replica.samples
+        self._parts[number][session.rank] = Part(x.clone(), after, weight)
+        if number:
+            self._after[number - 1][session.rank] = x.clone()
+        inner(x, g)
+
+    def _meet(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
+        number = self._meetings.get(session.rank, 0)
+        counts = 0 if session.rank in session.strategy.guard.aside else weight
+        self._meetings[session.rank] = number + 1
+        self._parts[number][session.rank] = Part(x.clone(), x.clone(), counts)
+        going_on: bool = inner(x, weight)
+        if going_on and not getattr(session.strategy, "_behind", False):
+            self._after[number][session.rank] = x.clone()
+        return going_on
+
+    def ended(self) -> None:
+        """All who went on after an exchange had a part in it; of the others, any number had."""
+        for number, every in self._after.items():
+            parts = self._parts[number]
+            after = {rank: x for rank, x in every.items() if parts[rank].weight} or every
+            rank, x = next(iter(after.items()))
+            right = (close(x, m) for m in _means(parts, after))
+            self.scene.check(
+                any(right),
+                "the mean is over those who are there",
+                f"after exchange {number} rank {rank} is at {x.tolist()}; of"
+                f" {[(r, p.given.tolist(), p.weight) for r, p in parts.items()]}",
+            )
+
+
+def _means(parts: dict[int, Part], after: dict[int, Tensor]) -> Iterator[Tensor]:
+    """The means that are right: of all, and without some of those who did not go on."""
+    doubtful = [rank for rank in parts if rank not in after]
+    for count in range(len(doubtful) + 1):
+        for left_out in combinations(doubtful, count):
+            here = [part for rank, part in parts.items() if rank not in left_out]
+            given = [(part.given, part.weight) for part in here if part.weight]
+            total = sum(weight for _, weight in given)
+            if total:
+                yield sum((weight * x for x, weight in given), start=0 * given[0][0]) / total
+            elif here:  # of whom nobody has anything to give
+                yield here[0].x

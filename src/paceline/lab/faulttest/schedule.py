@@ -1,0 +1,486 @@
+"""One run of the fault tests: all that decides it, drawn from a seed or read from a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from paceline.comm.base import Limits
+from paceline.comm.membership import MembershipPolicy
+from paceline.common.faults import Fault, parse_fault
+from paceline.common.options import above, at_least, build, one_of
+from paceline.common.seeds import stream
+from paceline.errors import UsageError
+from paceline.sim.cluster import Cluster, Compute, Link, Loading, Serving
+from paceline.strategies import STRATEGIES, make_strategy
+from paceline.strategies.base import Strategy
+
+Random = np.random.Generator
+OBJECTIVES = ("quadratic", "network", "still")
+OPTIMIZERS = ("sgd", "momentum", "decay", "adam")
+DATA = ("steps", "auto", "static")
+BAD = {"nan": math.nan, "inf": -math.inf, "huge": 1e30}
+"""What bad gradients are full of."""
+_LATENCIES_S = (0.0, 1e-4, 3e-3, 0.05)
+_BYTES_PER_S = (math.inf, 1e6, 1e4, 3e3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One run.
+
+    Args:
+        strategy: the method, with its options.
+        workers: how many.
+        steps: of each worker; with a loader, about as many.
+        uneven: by how many fewer each next worker has, in turn, up to three of them.
+        seed: of what is random in the run itself.
+        mirrored: whether ranks have each other's data and speed, the first those of the last.
+        objective: ``quadratic``, a tiny ``network``, or ``still``, without gradients.
+        optimizer: plain SGD, with ``momentum``, with weight ``decay``, or ``adam``.
+        lr: the rate; ``falling`` halves it on the way.
+        data: each worker's own ``steps``, or a loader shared in this way.
+        latency_s: of links; then their ``bytes_per_s``, and that of servers.
+        step_s: what a gradient takes; ``spread`` and ``factors`` as of a cluster.
+        load_s: what a batch takes to load.
+        ranks_per_node: as of a cluster.
+        on_loss: what comes of a lost rank; when not given, as the method has it.
+        max_restarts: of lost workers.
+        dead_s: how long a rank is stopped until it is lost.
+        checkpoint_steps: after so many steps a checkpoint is made.
+        bad_rank: a worker some of whose gradients are bad; ``bad_steps`` says which, and
+            ``bad_kind`` how.
+        faults: what goes wrong, as sentences.
+    """
+
+    strategy: str
+    workers: int = 2
+    steps: int = 8
+    uneven: int = 0
+    seed: int = 0
+    mirrored: bool = False
+    objective: Literal["quadratic", "network", "still"] = "quadratic"
+    optimizer: Literal["sgd", "momentum", "decay", "adam"] = "sgd"
+    lr: float = 0.05
+    falling: bool = False
+    data: Literal["steps", "auto", "static"] = "steps"
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    serving_bytes_per_s: float = math.inf
+    step_s: float = 0.1
+    spread: float = 0.0
+    factors: tuple[float, ...] = (1.0,)
+    load_s: float = 0.0
+    ranks_per_node: int = 1
+    on_loss: Literal["continue", "stop"] | None = None
+    max_restarts: int = 0
+    dead_s: float = 0.5
+    checkpoint_steps: int | None = None
+    bad_rank: int | None = None
+    bad_steps: tuple[int, ...] = ()
+    bad_kind: Literal["nan", "inf", "huge"] = "nan"
+    faults: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("objective", self.objective, OBJECTIVES)
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("data", self.data, DATA)
+        one_of("bad_kind", self.bad_kind, tuple(BAD))
+        for name in ("workers", "steps"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("uneven", "seed", "max_restarts"):
+            at_least(name, getattr(self, name), 0)
+        for name in ("lr", "step_s", "dead_s"):
+            above(name, getattr(self, name), 0)
+        if self.checkpoint_steps is not None:
+            at_least("checkpoint_steps", self.checkpoint_steps, 1)
+
+    # What it says --------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """What :meth:`parse` reads: a line, without what is as it is by default."""
+        told = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        return json.dumps(told)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read a schedule as it was printed."""
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict):
+            raise UsageError(f'schedule ({text}) must be like {{"strategy": "gossip"}}')
+        schedule = build(cls, told, "schedule")
+        _ = schedule.script, schedule.method  # what is no sentence, or no method, is refused here
+        return schedule
+
+    def but(self, **changes: Any) -> Schedule:
+        """The same with changes."""
+        return dataclasses.replace(self, **changes)
+
+    # What it comes to ----------------------------------------------------------------------------
+
+    @cached_property
+    def method(self) -> Strategy:
+        """The strategy, as an object."""
+        return make_strategy(self.strategy)
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return self.strategy.partition("(")[0]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.method.roles(self.workers)) if self.workers > 1 else 1
+
+    @cached_property
+    def script(self) -> tuple[Fault, ...]:
+        """The faults."""
+        return tuple(parse_fault(sentence) for sentence in self.faults)
+
+    @property
+    def losses(self) -> MembershipPolicy:
+        """What comes of lost ranks."""
+        return MembershipPolicy(
+            self.method.synchronous, self.workers, self.on_loss, self.max_restarts
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """How long ranks wait for each other."""
+        return Limits(dead_s=self.dead_s)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it runs."""
+        link = Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
+        inside = Link(latency_s=self.latency_s / 8, bytes_per_s=self.bytes_per_s * 8)
+        return Cluster(
+            name="faulttest",
+            ranks_per_node=self.ranks_per_node,
+            network=link,
+            inside=inside,
+            compute=Compute(step_s=self.step_s, spread=self.spread, factors=self.factors),
+            loading=Loading(batch_s=self.load_s),
+            serving=Serving(bytes_per_s=self.serving_bytes_per_s),
+        )
+
+    def place_of(self, rank: int) -> int:
+        """Whose data a worker has: its own, unless all are mirrored."""
+        return self.workers - 1 - rank if self.mirrored else rank
+
+    def steps_of(self, rank: int) -> int:
+        """How many steps a worker has, when each has its own."""
+        return max(0, self.steps - self.uneven * (self.place_of(rank) % 4))
+
+    @property
+    def seconds(self) -> float:
+        """About how long the run lasts."""
+        message_s = self.latency_s + 200 / self.bytes_per_s
+        each_s = self.step_s * max(self.factors) + self.load_s + 2 * message_s
+        return self.steps * each_s
+
+    @property
+    def setup_s(self) -> float:
+        """By when all have certainly begun."""
+        return 40 * (self.latency_s + self.workers * 100 / self.bytes_per_s)
+
+
+# Drawing one -------------------------------------------------------------------------------------
+
+
+def draw(method: str, seed: int) -> Schedule:
+    """The schedule of ``method`` that belongs to ``seed``."""
+    random = stream(seed, "fault test", list(STRATEGIES).index(method))
+    workers = int(random.choice([2, 2, 3, 3, 3, 4, 4, 5, 7]))
+    optimizer: Any = str(random.choice(OPTIMIZERS, p=[0.45, 0.25, 0.2, 0.1]))
+    objective: Any = str(random.choice(OBJECTIVES, p=[0.8, 0.1, 0.1]))
+    options = _OPTIONS[method](random, workers, optimizer)
+    inside = ", ".join(f"{name}={value}" for name, value in options.items())
+    schedule = Schedule(
+        strategy=f"{method}({inside})" if inside else method,
+        workers=workers,
+        steps=int(random.integers(3, 10)),
+        uneven=int(random.integers(1, 4)) if random.random() < 0.3 else 0,
+        seed=int(random.integers(1 << 30)),
+        objective=objective,
+        optimizer=optimizer,
+        lr=float(random.choice([0.02, 0.05, 0.1])) / workers,
+        falling=bool(random.random() < 0.3),
+        data=cast(Any, str(random.choice(DATA, p=[0.5, 0.4, 0.1]))),
+        latency_s=float(random.choice(_LATENCIES_S)),
+        bytes_per_s=float(random.choice(_BYTES_PER_S, p=[0.4, 0.2, 0.3, 0.1])),
+        serving_bytes_per_s=float(random.choice([math.inf, 3e3], p=[0.6, 0.4])),
+        step_s=float(random.choice([0.05, 0.1, 0.2])),
+        spread=float(random.choice([0.0, 0.3])),
+        factors=tuple(random.choice([1.0, 1.0, 1.5, 3.0], size=workers).tolist()),
+        load_s=float(random.choice([0.0, 0.05], p=[0.7, 0.3])),
+        ranks_per_node=int(random.choice([1, 1, 2, 0])),
+        dead_s=float(random.choice([0.3, 0.8])),
+    )
+    schedule = _with_faults(schedule, random)
+    if random.random() < 0.3:
+        schedule = schedule.but(checkpoint_steps=int(random.integers(1, 5)))
+    return _with_bad_gradients(schedule, random) if random.random() < 0.2 else schedule
+
+
+def _with_faults(schedule: Schedule, random: Random) -> Schedule:
+    """The same, with what goes wrong, if anything does."""
+    if random.random() < 0.2:
+        return schedule
+    synchronous = schedule.method.synchronous
+    restarts = 0 if synchronous else int(random.choice([0, 0, 1, 2]))
+    on_loss = None if random.random() < 0.2 else "continue"
+    schedule = schedule.but(on_loss=on_loss, max_restarts=restarts)
+    faults = _Faults(schedule, random)
+    for _ in range(int(random.choice([1, 1, 2, 2, 3, 4]))):
+        faults.add()
+    return schedule.but(faults=tuple(faults.sentences))
+
+
+def _with_bad_gradients(schedule: Schedule, random: Random) -> Schedule:
+    """The same, with a few bad gradients of one worker, one after the other."""
+    first, count = int(random.integers(schedule.steps)), int(random.integers(1, 5))
+    return schedule.but(
+        bad_rank=int(random.integers(schedule.workers)),
+        bad_steps=tuple(range(first, first + count)),
+        bad_kind=cast(Any, str(random.choice(list(BAD)))),
+    )
+
+
+class _Faults:
+    """Draws faults such that one worker, which is there from the beginning, is never lost."""
+
+    def __init__(self, schedule: Schedule, random: Random) -> None:
+        self._schedule, self._random = schedule, random
+        self._spared = int(random.integers(schedule.workers))
+        self._late: set[int] = set()
+        self._lost: set[int] = set()
+        self.sentences: list[str] = []
+
+    def add(self) -> None:
+        """Add one."""
+        kinds: list[Callable[[], str | None]] = [
+            self._kill,
+            self._kill,
+            self._freeze,
+            self._freeze,
+            self._slow,
+            self._link,
+            self._join,
+            self._end_server,
+        ]
+        sentence = kinds[int(self._random.integers(len(kinds)))]()
+        if sentence is not None:
+            self.sentences.append(sentence)
+
+    def _victim(self) -> int | None:
+        others = [r for r in range(self._schedule.workers) if r not in {self._spared, *self._lost}]
+        if not others:
+            return None
+        victim = int(self._random.choice(others))
+        self._lost.add(victim)
+        return victim
+
+    def _time(self) -> str:
+        schedule, random = self._schedule, self._random
+        span_s = float(random.choice([0.5, 1.2])) * schedule.seconds
+        return f"at(seconds={schedule.setup_s + span_s * random.random():.4g})"
+
+    def _moment(self, rank: int) -> str:
+        if rank in self._late or self._random.random() < 0.7:
+            return self._time()
+        return f"at(step={int(self._random.integers(self._schedule.steps))})"
+
+    def _kill(self) -> str | None:
+        rank = self._victim()
+        return None if rank is None else f"kill(rank={rank}).{self._moment(rank)}"
+
+    def _freeze(self) -> str | None:
+        dead_s, draw = self._schedule.dead_s, self._random.random()
+        if draw < 0.4:
+            any_rank = int(self._random.integers(self._schedule.size))
+            for_s = dead_s * (0.1 + 0.8 * self._random.random())
+            return f"freeze(rank={any_rank}, for_s={for_s:.4g}).{self._time()}"
+        rank = self._victim()
+        if rank is None:
+            return None
+        for_s = dead_s * (1.2 + 3 * self._random.random())
+        how_long = "" if draw > 0.92 else f", for_s={for_s:.4g}"
+        return f"freeze(rank={rank}{how_long}).{self._moment(rank)}"
+
+    def _slow(self) -> str:
+        rank = int(self._random.integers(self._schedule.workers))
+        factor = float(self._random.choice([2.0, 5.0]))
+        return f"slow(rank={rank}, factor={factor}, for_s=1.0).{self._time()}"
+
+    def _link(self) -> str:
+        size, random = self._schedule.size, self._random
+        rank, hop = int(random.integers(size)), int(random.integers(1, size))
+        peer = f", peer={(rank + hop) % size}" if random.random() < 0.6 else ""
+        for_s = 0.1 + random.random()
+        if random.random() < 0.5:
+            return f"cut(rank={rank}{peer}, for_s={for_s:.4g}).{self._time()}"
+        return f"degrade(rank={rank}{peer}, factor=0.1, for_s={for_s:.4g}).{self._time()}"
+
+    def _join(self) -> str | None:
+        if self._schedule.method.synchronous:
+            return None
+        others = [
+            r
+            for r in range(self._schedule.workers)
+            if r not in {self._spared, *self._lost, *self._late}
+        ]
+        if not others:
+            return None
+        rank = int(self._random.choice(others))
+        self._late.add(rank)
+        return f"join(rank={rank}).{self._time()}"
+
+    def _end_server(self) -> str | None:
+        servers = range(self._schedule.workers, self._schedule.size)
+        if not servers:
+            return None
+        rank = int(self._random.choice(list(servers)))
+        if self._random.random() < 0.3:
+            return self._end_unheard(rank)
+        if self._random.random() < 0.25:
+            for_s = self._schedule.dead_s * (1.2 + self._random.random())
+            return f"freeze(rank={rank}, for_s={for_s:.4g}).{self._time()}"
+        return f"kill(rank={rank}).{self._time()}"
+
+    def _end_unheard(self, rank: int) -> str:
+        """Cut a server off, and end it before what it said last has come through."""
+        schedule, random = self._schedule, self._random
+        start_s = schedule.setup_s + 0.8 * schedule.seconds * random.random()
+        self.sentences.append(f"cut(rank={rank}, for_s=2.0).at(seconds={start_s:.4g})")
+        return f"kill(rank={rank}).at(seconds={start_s + 0.5 * random.random():.4g})"
+
+
+# The options of each method ----------------------------------------------------------------------
+
+Options = dict[str, Any]
+
+
+def _sasgd(random: Random, workers: int, optimizer: str) -> Options:
+    momentum = str(random.choice(["keep", "reset", "average"]))
+    form = str(random.choice(["auto", "pseudo"]))
+    warmup = int(random.choice([0, 0, 2]))
+    return {
+        "interval": int(random.integers(1, 5)),
+        "form": form,
+        "momentum": momentum,
+        "warmup": warmup,
+    }
+
+
+def _hierarchical(random: Random, workers: int, optimizer: str) -> Options:
+    often = int(random.integers(1, 3))
+    seldom = often * int(random.integers(1, 4))
+    size = int(random.integers(1, workers + 1))
+    return {"group_size": size, "group_interval": often, "interval": seldom}
+
+
+def _diloco(random: Random, workers: int, optimizer: str) -> Options:
+    momentum = float(random.choice([0.0, 0.9]))
+    return {"interval": int(random.integers(1, 5)), "outer_momentum": momentum}
+
+
+def _served(random: Random, workers: int, optimizer: str) -> Options:
+    kind = str(random.choice(["user", "user", "sgd", "momentum", "adagrad"]))
+    return {"server_optimizer": kind, "shards": int(random.choice([1, 1, 2]))}
+
+
+def _downpour(random: Random, workers: int, optimizer: str) -> Options:
+    return {
+        "push_interval": int(random.integers(1, 4)),
+        "fetch_interval": int(random.integers(1, 4)),
+        "phase": str(random.choice(["full", "paper"])),
+        "local_move": str(random.choice(["none", "true", "false"])),
+        **_served(random, workers, optimizer),
+    }
+
+
+def _ssp(random: Random, workers: int, optimizer: str) -> Options:
+    return {"bound": int(random.integers(0, 4)), **_served(random, workers, optimizer)}
+
+
+def _cyclic(random: Random, workers: int, optimizer: str) -> Options:
+    options: Options = {
+        "form": "gradient",
+        "max_accumulated": int(random.integers(1, 5)),
+        "scale": str(random.choice(["mean", "sum"])),
+        "local_move": str(random.choice(["true", "false"])),
+        **_served(random, workers, optimizer),
+    }
+    if random.random() < 0.5:
+        return {name: options[name] for name in ("max_accumulated", "shards")}
+    return options
+
+
+def _easgd(random: Random, workers: int, optimizer: str) -> Options:
+    own = optimizer in ("momentum", "adam")
+    options: Options = {
+        "interval": int(random.integers(1, 4)),
+        "beta": float(random.choice([0.5, 0.9])),
+        "momentum": 0.0 if own else float(random.choice([0.0, 0.0, 0.5])),
+        "sync": str(random.choice(["true", "false", "false"])),
+    }
+    if options["sync"] == "false":
+        options["shards"] = int(random.choice([1, 1, 2]))
+    return options
+
+
+def _layered(random: Random, workers: int, optimizer: str) -> Options:
+    return {"group_size": int(random.integers(1, workers + 1))}
+
+
+def _topology(random: Random) -> str:
+    return str(random.choice(["complete", "ring", "exponential"]))
+
+
+def _gossip(random: Random, workers: int, optimizer: str) -> Options:
+    options: Options = {
+        "mode": str(random.choice(["pull", "push"])),
+        "sync": str(random.choice(["true", "false", "false"])),
+        "order": str(random.choice(["mix_first", "parallel", "step_first"])),
+        "topology": _topology(random),
+    }
+    if random.random() < 0.3:
+        options["probability"] = 0.5
+    else:
+        options["interval"] = int(random.integers(1, 3))
+    return options
+
+
+def _adpsgd(random: Random, workers: int, optimizer: str) -> Options:
+    return {"interval": int(random.integers(1, 3)), "topology": _topology(random)}
+
+
+_OPTIONS: dict[str, Callable[[Random, int, str], Options]] = {
+    "allreduce": lambda random, workers, optimizer: {},
+    "sasgd": _sasgd,
+    "hierarchical": _hierarchical,
+    "diloco": _diloco,
+    "downpour": _downpour,
+    "easgd": _easgd,
+    "cyclic": _cyclic,
+    "layered": _layered,
+    "gossip": _gossip,
+    "ssp": _ssp,
+    "adpsgd": _adpsgd,
+}

@@ -1,0 +1,132 @@
+"""What the workers of a fault test train: a few numbers in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.lab.faulttest.schedule import BAD, Schedule
+from paceline.training.worker import Worker
+
+NUMEL = 6
+BATCH = 2
+EPOCHS = 2
+
+
+class Quadratic(nn.Module):
+    """The mean of ``curvature * |x - target|^2 / 2``; called with a target, it sets gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(NUMEL - 4, dtype=torch.float64))
+
+    def forward(self, target: Tensor) -> None:
+        """Set the gradients, without autograd: that is most of what a small run would cost."""
+        self.first.grad = self.first.detach() - target[:4]
+        self.second.grad = 0.5 * (self.second.detach() - target[4:])
+
+
+class Still(Quadratic):
+    """The same without gradients: nothing moves but by what workers exchange."""
+
+    def forward(self, target: Tensor) -> None:
+        self.first.grad = torch.zeros_like(self.first)
+        self.second.grad = torch.zeros_like(self.second)
+
+
+class Network(nn.Module):
+    """One hidden neuron, and autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 1), nn.Tanh(), nn.Linear(1, 1)).double()
+
+    def forward(self, target: Tensor) -> None:
+        (self.layers(target[:3]) - target[3]).square().sum().backward()
+
+
+MODELS: dict[str, type[nn.Module]] = {"quadratic": Quadratic, "network": Network, "still": Still}
+
+
+def model_of(schedule: Schedule, rank: int) -> nn.Module:
+    """A model, other on each rank: it is for the method to make them equal."""
+    model = MODELS[schedule.objective]()
+    random = torch.Generator().manual_seed(rank)
+    for parameter in model.parameters():
+        parameter.detach().uniform_(-1, 1, generator=random)
+    return model
+
+
+def optimizer_of(schedule: Schedule, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the schedule names."""
+    parameters, lr = model.parameters(), schedule.lr
+    if schedule.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    momentum = 0.9 if schedule.optimizer == "momentum" else 0.0
+    decay = 0.1 if schedule.optimizer == "decay" else 0.0
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay)
+
+
+def targets(count: int) -> Tensor:
+    """What samples pull towards; the same in every run."""
+    random = torch.Generator().manual_seed(7)
+    return torch.randn(count, NUMEL, generator=random, dtype=torch.float64)
+
+
+_TARGETS = targets(512)
+
+
+def train(worker: Worker, schedule: Schedule) -> None:
+    """Train as the schedule says."""
+    model = model_of(schedule, worker.rank)
+    model, optimizer = worker.setup(model, optimizer_of(schedule, model))
+    if schedule.objective == "still" and worker.comm.life(worker.rank) == 1:
+        for parameter in model.parameters():
+            parameter.detach().add_(schedule.place_of(worker.rank))
+    bad = schedule.bad_steps if worker.rank == schedule.bad_rank else ()
+    learn(schedule, model, optimizer, batches(worker, schedule), bad)
+    worker.finish()
+
+
+def learn(
+    schedule: Schedule,
+    model: nn.Module,
+    optimizer: Any,
+    data: Iterable[tuple[int, Tensor]],
+    bad: Container[int] = (),
+) -> None:
+    """The plain loop, with gradients that are bad at some steps."""
+    for step, target in data:
+        if schedule.falling:
+            optimizer.param_groups[0]["lr"] = schedule.lr / (1 + step / schedule.steps)
+        optimizer.zero_grad()
+        model(target)
+        if step in bad:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, BAD[schedule.bad_kind])
+        optimizer.step()
+
+
+def own_batches(schedule: Schedule, rank: int) -> Iterator[tuple[int, Tensor]]:
+    """The batches of a worker that has its own, each with its number."""
+    for step in range(schedule.steps_of(rank)):
+        yield step, _TARGETS[(31 * schedule.place_of(rank) + step) % len(_TARGETS)]
+
+
+def batches(worker: Worker, schedule: Schedule) -> Iterator[tuple[int, Tensor]]:
+    """What this worker learns from, one batch after the other, each with its number."""
+    if schedule.data == "steps":
+        yield from own_batches(schedule, worker.rank)
+        return
+    samples = max(1, schedule.steps * schedule.workers * BATCH // EPOCHS - schedule.uneven)
+    dataset = TensorDataset(_TARGETS[:samples])
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=BATCH, shuffle=True)
+    shared = worker.setup_dataloaders(loader, data=schedule.data)
+    for _ in range(EPOCHS):
+        for (batch,) in shared:
+            yield worker.steps, batch.mean(0)

@@ -1,0 +1,239 @@
+"""Make one run of the fault tests, with its observers."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.common.faults import LINK_KINDS, Fault
+from paceline.errors import PeerLost, summary_of
+from paceline.lab.faulttest.common import (
+    Batches,
+    Ends,
+    Members,
+    Messages,
+    Sound,
+    Steps,
+    Sums,
+    Traffic,
+    Windows,
+)
+from paceline.lab.faulttest.decentralised import Averages
+from paceline.lab.faulttest.lockstep import Means, Replicas
+from paceline.lab.faulttest.power import Image, Shelf
+from paceline.lab.faulttest.schedule import Schedule
+from paceline.lab.faulttest.served import Bound, Elastic, Pushes, Tokens
+from paceline.lab.faulttest.still import AtRest
+from paceline.lab.faulttest.training import train
+from paceline.lab.faulttest.watched import (
+    Observer,
+    Scene,
+    Violation,
+    WatchedInbox,
+    WatchedTransport,
+    around,
+)
+from paceline.launcher.rank import run_rank
+from paceline.record.result import Metric
+from paceline.record.trace import Trace
+from paceline.sim.world import SimulatedTransport, World
+from paceline.strategies import make_strategy
+from paceline.training.listener import Listener
+from paceline.training.session import Session
+
+OBSERVERS: tuple[type[Observer], ...] = (
+    Members,
+    Messages,
+    Windows,
+    Batches,
+    Sums,
+    Sound,
+    Ends,
+    Steps,
+    Traffic,
+    AtRest,
+    Replicas,
+    Means,
+    Pushes,
+    Elastic,
+    Bound,
+    Tokens,
+    Averages,
+)
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        violation: the law that it broke.
+        stopped: whether it ended early, as it had to when a rank was lost.
+        trace_hash: its fingerprint.
+        seconds: of virtual time.
+        ends: the model of each worker that came to its end.
+        sites: what happened in it, and how often.
+        bytes_sent: by all ranks.
+        images: what its disk would hold after a loss of power, at some moments.
+    """
+
+    violation: Violation | None = None
+    stopped: bool = False
+    trace_hash: str = ""
+    seconds: float = 0.0
+    ends: dict[int, Tensor] = field(default_factory=dict)
+    sites: Counter[str] = field(default_factory=Counter)
+    bytes_sent: int = 0
+    images: list[Image] = field(default_factory=list)
+
+
+def run(schedule: Schedule) -> Outcome:
+    """Make the run, and look whether all laws hold in it."""
+    if schedule.checkpoint_steps is None:
+        return _run(schedule, None, OBSERVERS)
+    with Shelf(schedule) as shelf:
+        outcome = _run(schedule, shelf, OBSERVERS)
+        if outcome.violation is None:
+            try:
+                outcome.sites["checkpoint looked at"] += shelf.check()
+            except Violation as violation:
+                outcome.violation = violation
+        outcome.images = [image for image, _ in shelf.after_loss_of_power()]
+    return outcome
+
+
+def run_on(schedule: Schedule, image: Image) -> Outcome:
+    """Make the rest of a run, from the checkpoint that is there."""
+    with Shelf(schedule, image) as shelf:
+        outcome = _run(schedule, shelf, (Ends,))
+        outcome.sites["resumed"] += shelf.saving.start is not None
+    return outcome
+
+
+def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Observer]]) -> Outcome:
+    method = schedule.method
+    world = World(
+        schedule.cluster,
+        schedule.size,
+        seed=schedule.seed,
+        limits=schedule.limits,
+        faults=[*schedule.script, *(shelf.saving.latecomers if shelf else ())],
+        homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
+        losses=schedule.losses,
+        start_s=0.0 if shelf is None else shelf.saving.start_s,
+    )
+    scene = Scene(schedule, world)
+    world.inboxes = [WatchedInbox(scene, rank) for rank in range(schedule.size)]
+    scene.observers = [one for one in (cls(scene) for cls in observers) if one.watches()]
+    world.on_reduced = scene.reduced
+    around(world, "inject", lambda inner, fault: _inject(scene, inner, fault))
+    trace, threads = Trace(clock=lambda: world.calendar.now_s), threading.active_count()
+    violation = _train(schedule, scene, trace, shelf)
+    _note_outages(scene)
+    if violation is None:
+        violation = _end(scene, threads)
+    return Outcome(
+        violation=violation,
+        stopped=scene.sites["stopped"] > 0,
+        trace_hash=trace.close(),
+        seconds=world.calendar.now_s,
+        ends=scene.finished,
+        sites=scene.sites,
+        bytes_sent=sum(transport.meter.bytes_sent for transport in scene.transports),
+    )
+
+
+class _CountEvents(Listener):
+    """Counts what happens in a run."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._sites = scene.sites
+
+    def event(self, record: Metric) -> None:
+        self._sites[record["event"]] += 1
+
+
+def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) -> Violation | None:
+    world, elastic = scene.world, schedule.losses.goes_on
+
+    def body(transport: SimulatedTransport) -> None:
+        metered = WatchedTransport(transport, trace, scene)
+        session = Session(
+            metered,
+            make_strategy(schedule.method),
+            workers=schedule.workers,
+            seed=schedule.seed,
+            costs=world.costs[transport.rank],
+            listener=_CountEvents(scene),
+            elastic=elastic,
+            checkpointing=None if shelf is None else shelf.checkpointing(),
+        )
+        scene.transports.append(metered)
+        scene.workers[session.rank] = session
+        for observer in scene.observers:
+            observer.attach(session)
+        run_rank(session, train, {"schedule": schedule})
+        if session.rank < schedule.workers and session.rank not in scene.finished:
+            scene.came_too_late(session.rank)
+        metered.close()
+
+    try:
+        world.run(body)
+    except Violation as violation:
+        return violation
+    except PeerLost as lost:
+        if not elastic and set(lost.ranks) <= set(world.lost):
+            scene.sites["stopped"] += 1
+            return None
+        if elastic and set(range(schedule.workers)) <= set(world.lost):
+            return None  # of a run that has lost every one of its workers, nothing is left
+        return _ended_early(lost)
+    except Exception as error:
+        return _ended_early(error)
+    return None
+
+
+def _ended_early(error: Exception) -> Violation:
+    """The violation of a run that should have gone on."""
+    frames = traceback.extract_tb(error.__traceback__)[-5:]
+    where = " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    return Violation("liveness", f"the run ended by {summary_of(error)}{notes} in {where}")
+
+
+def _end(scene: Scene, threads: int) -> Violation | None:
+    """The laws of a whole run; one that had to stop, or in which nobody could go on, is not."""
+    try:
+        left = threading.active_count() - threads
+        scene.check(left == 0, "left behind", f"{left} threads")
+        if scene.finished and all(scene.workers[rank].set_aside for rank in scene.finished):
+            scene.sites["diverged"] += 1
+        whole = not scene.sites["stopped"] and not scene.sites["diverged"]
+        for observer in scene.observers if whole else ():
+            observer.ended()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def _note_outages(scene: Scene) -> None:
+    """Links are not harmed by events: what was planned before the end has been."""
+    for fault in scene.schedule.script:
+        if fault.kind in LINK_KINDS and (fault.at_s or 0.0) < scene.world.calendar.now_s:
+            scene.sites[fault.kind] += 1
+
+
+def _inject(scene: Scene, inner: object, fault: Fault) -> None:
+    assert fault.rank is not None and callable(inner)
+    if fault.rank not in scene.world.departed:
+        role = "server " if fault.rank >= scene.schedule.workers else ""
+        long = fault.for_s is None or fault.for_s > scene.schedule.dead_s
+        length = ("long " if long else "short ") if fault.kind == "freeze" else ""
+        scene.sites[f"{role}{length}{fault.kind}"] += 1
+    inner(fault)

@@ -1,0 +1,236 @@
+"""What a claim is: its words, the runs that put it to the test, and how they are judged."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from paceline.common.seeds import MAX_SEED
+from paceline.errors import PacelineError
+from paceline.lab.papers.rates import Rates, local_momentum, method, momentum
+from paceline.lab.papers.tasks import FULL, QUICK, SETTINGS
+from paceline.lab.papers.verdict import FAILS, Figure, combine
+from paceline.lab.sweep import SEEDS
+from paceline.lab.trials import Outcome, Trial
+from paceline.record.result import Result
+from paceline.sim.cluster import Cluster, load_cluster
+
+TRAIN = {"module": "paceline.lab.papers.training", "name": "train"}
+MANY = 32
+"""Beyond so many workers each takes half the batch, so that an epoch has steps enough."""
+LEAST_STEPS = 100
+"""With fewer steps a worker no method's accuracy is said to be above another's."""
+MOST_OFF = 2.0
+"""How far a held rate may lie from the one swept at a number of workers: a step of the grid."""
+NEEDS = f"""
+    At least {LEAST_STEPS} steps a worker; rates within a factor of {MOST_OFF:g} of those swept at
+    that number of workers; the same momentum on both sides. A figure without all three is too
+    small to tell.
+"""
+Key = tuple[Any, ...]
+"""What a run is called in its claim: whatever tells it from the others, and last its seed."""
+Trials = dict[Key, Trial]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """How much is run: quick or full, from which seed, with which rates.
+
+    Args:
+        seed: of the whole experiment; each makes seeds of its own.
+        full: whether on whole data sets, from the folder ``data``, and with more seeds.
+    """
+
+    rates: Rates
+    seed: int = 0
+    full: bool = False
+    data: Path | None = None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What is trained."""
+        return FULL if self.full else QUICK
+
+    def seeds(self, quick: int) -> list[int]:
+        """The seeds of a claim's runs, none of which the sweep has used; more in the full form."""
+        first = self.seed * 100 % (MAX_SEED - 10_000)
+        fresh = (seed for seed in count(first) if seed not in SEEDS)
+        return list(islice(fresh, 2 * quick if self.full else quick))
+
+    def trial(
+        self,
+        task: str,
+        name: str,
+        workers: int,
+        seed: int,
+        *,
+        cluster: str | Cluster = "ethernet-1g",
+        column: str = "held",
+        factor: float = 1.0,
+        **more: Any,
+    ) -> Trial:
+        """A run of one of the methods on a task, at ``factor`` times its recorded rate."""
+        held = column == "held"
+        rates = self.rates
+        lr = rates.held(task, name) if held else rates.own(task, name, workers)
+        arguments = {
+            **task_arguments(task, workers, self.data),
+            **local_momentum(name, workers),
+        }
+        if workers == 1:
+            name = "sgd"
+        decided: dict[str, Any] = {
+            "train": TRAIN,
+            "strategy": method(name),
+            "arguments": {**arguments, "lr": lr * factor},
+        }
+        return Trial(
+            workers=workers, cluster=load_cluster(cluster), seed=seed, **{**decided, **more}
+        )
+
+    def too_small(
+        self, task: str, names: Iterable[str], workers: int, column: str, results: Iterable[Result]
+    ) -> str | None:
+        """Why runs of these methods cannot decide whose accuracy is higher; None if they can."""
+        names = list(names)
+        why = []
+        steps = min(result.steps / result.workers for result in results)
+        if steps < LEAST_STEPS:
+            needed = f"{LEAST_STEPS} are needed (--full has them)"
+            why.append(f"{steps:.0f} steps a worker, where {needed}")
+        for name in names if column == "held" else ():
+            held, own = self.rates.held(task, name), self.rates.own(task, name, workers)
+            if not 1 / MOST_OFF <= held / own <= MOST_OFF:
+                why.append(
+                    f"the rate of {name} is {held:g}, held from 8 workers, and {own:g} where it is"
+                    f" swept at {workers} (own rates)"
+                )
+        momenta = {name: momentum(name) for name in names}
+        if len(set(momenta.values())) > 1:
+            told = " and ".join(f"{value:g} in {name}" for name, value in momenta.items())
+            why.append(f"momentum is {told}, where both need the same (--full has it)")
+        return "; ".join(why) or None
+
+
+def task_arguments(task: str, workers: int, data: Path | None) -> dict[str, Any]:
+    """What the training function is told of a task, less its learning rate."""
+    setting = SETTINGS[task]
+    batch_size = setting.batch_size if workers <= MANY else setting.batch_size // 2
+    arguments: dict[str, Any] = {
+        "task": task,
+        "epochs": setting.epochs,
+        "batch_size": batch_size,
+    }
+    return arguments if data is None else {**arguments, "data": str(data)}
+
+
+class Runs:
+    """The outcomes of a claim's trials."""
+
+    def __init__(self, outcomes: Mapping[Key, Outcome]) -> None:
+        self._outcomes = outcomes
+
+    def outcomes(self, *key: Any) -> list[Outcome]:
+        """Those of all seeds under a key."""
+        return [outcome for name, outcome in self._outcomes.items() if name[:-1] == key]
+
+    def of(self, *key: Any) -> list[Result]:
+        """The results of all seeds under a key; a run that failed is an error."""
+        return [_result(outcome, key) for outcome in self.outcomes(*key)]
+
+    def map(self, figure: Callable[[Result], float], *key: Any) -> list[float]:
+        """A number of each result."""
+        return [figure(result) for result in self.of(*key)]
+
+    def pairs(self, one: Key, other: Key) -> Iterator[tuple[Result, Result]]:
+        """The results under two keys, seed by seed."""
+        return zip(self.of(*one), self.of(*other), strict=True)
+
+
+def _result(outcome: Outcome, key: Key) -> Result:
+    if outcome.result is None:
+        raise PacelineError(f"the run {' '.join(map(str, key))} failed: {outcome.error}")
+    return outcome.result
+
+
+class Claim(ABC):
+    """One claim of a paper, and the experiment that puts it to the test.
+
+    Class attributes:
+        id: its name.
+        paper: where it stands.
+        claim: its words.
+        source: ``abstract``, ``reported`` or ``derived``: what of it could be verified.
+        setup: what is run.
+        rule: which figures make which verdict.
+        needs: what a set-up must have to decide it, where that is not always given.
+        because: why it fails here, where it does and that is understood.
+    """
+
+    id: ClassVar[str]
+    paper: ClassVar[str]
+    claim: ClassVar[str]
+    source: ClassVar[str]
+    setup: ClassVar[str]
+    rule: ClassVar[str]
+    needs: ClassVar[str] = ""
+    because: ClassVar[str] = ""
+
+    def words(self) -> dict[str, str]:
+        """What it says of itself, each in one line."""
+        names = ("id", "paper", "claim", "source", "setup", "rule", "needs")
+        return {name: " ".join(getattr(self, name).split()) for name in names}
+
+    @abstractmethod
+    def trials(self, scope: Scope) -> Trials:
+        """The runs that it needs."""
+
+    @abstractmethod
+    def judge(self, scope: Scope, runs: Runs) -> Iterator[Figure]:
+        """The figures that they come to."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of a claim."""
+
+    claim: Claim
+    figures: list[Figure]
+    rates_sha256: str
+
+    @property
+    def verdict(self) -> str:
+        """holds, does not hold, not decided, or too small to tell."""
+        return combine(self.figures)
+
+    @property
+    def decides(self) -> str:
+        """Whether the set-up can decide the claim; if not, why not, and what would."""
+        small = [f.too_small for f in self.figures if f.decides and f.too_small]
+        count = sum(f.decides for f in self.figures)
+        why = "; ".join(dict.fromkeys(one for told in small for one in told.split("; ")))
+        return f"no, {len(small)} of {count} figures are too small to tell: {why}" if why else "yes"
+
+    @property
+    def reasons(self) -> list[str]:
+        """The figures that stand against it, in words, and why, if that is known."""
+        against = [f for f in self.figures if f.decides and f.verdict == FAILS]
+        told = [f"{f.what}: {f.mean:.3g}, wanted {f.wanted}" for f in against]
+        return (
+            [*told, " ".join(self.claim.because.split())] if told and self.claim.because else told
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            **self.claim.words(),
+            "verdict": self.verdict,
+            "decides": self.decides,
+            "reasons": self.reasons,
+            "figures": [figure.to_json() for figure in self.figures],
+            "rates_sha256": self.rates_sha256,
+        }

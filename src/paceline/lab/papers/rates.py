@@ -1,0 +1,121 @@
+"""The learning rates of the claims' runs: one file, made by ``paceline papers --sweep``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.common.reading import read_bytes, why
+from paceline.errors import UsageError
+from paceline.lab.papers.tasks import QUICK
+from paceline.strategies import make_strategy
+from paceline.strategies.base import Strategy
+from paceline.strategies.easgd import EASGD
+
+RATES = Path(__file__).with_name("learning_rates.json")
+HELD_AT = 8
+"""The number of workers at which the rates of the first column are chosen."""
+
+METHODS = {
+    "sgd": "allreduce",
+    "allreduce": "allreduce",
+    "sasgd": "sasgd(interval=4)",
+    "sasgd-momentum": "sasgd(interval=4)",
+    "downpour": "downpour(push_interval=4, fetch_interval=4)",
+    "eamsgd": "easgd(interval=4, momentum=0.9)",
+    "cyclic": "cyclic(form=gradient, max_accumulated=4, scale=mean)",
+    "cyclic-sum": "cyclic(form=gradient, max_accumulated=4, scale=sum)",
+    "cyclic-fixed": "cyclic(form=gradient, max_accumulated=1)",
+    "gossip": "gossip",
+    "easgd": "easgd(interval=4)",
+}
+"""The methods of the claims; ``sgd`` is a single worker, where all are the plain optimizer."""
+
+OWN_COUNTS = {
+    "sgd": (1,),
+    "sasgd": (4, 16),
+    "sasgd-momentum": (4, 16),
+    "downpour": (4, 16),
+    "eamsgd": (4, 16),
+    "allreduce": (32, 100),
+    "gossip": (32, 100),
+    "easgd": (32, 100),
+}
+"""At which numbers of workers, beside 8, the second column is swept."""
+
+
+LOCAL_MOMENTUM = {"sasgd-momentum": 0.9}
+"""The momentum of the workers' own SGD, plain in all other methods. The full form alone has it."""
+
+
+def method(name: str) -> Strategy:
+    """A method of the claims."""
+    return make_strategy(METHODS[name])
+
+
+def names_for(task: str) -> list[str]:
+    """The methods whose rates a task needs."""
+    return [name for name in METHODS if task not in QUICK or name not in LOCAL_MOMENTUM]
+
+
+def local_momentum(name: str, workers: int) -> dict[str, float]:
+    """What the training function is told of momentum: nothing for plain SGD, as one worker is."""
+    told = name in LOCAL_MOMENTUM and workers > 1
+    return {"momentum": LOCAL_MOMENTUM[name]} if told else {}
+
+
+def momentum(name: str) -> float:
+    """The momentum of a method, its own or that of the workers' SGD."""
+    strategy = method(name)
+    own = strategy.momentum if isinstance(strategy, EASGD) else 0.0
+    return LOCAL_MOMENTUM.get(name, own)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The recorded learning rates.
+
+    Args:
+        record: the file's content.
+        sha256: of the file, which every verdict carries.
+    """
+
+    record: dict[str, Any]
+    sha256: str
+
+    @classmethod
+    def read(cls, path: Path) -> Rates:
+        """Read the file that a sweep has made."""
+        try:
+            content = read_bytes(path)
+            record = json.loads(content)
+        except OSError as error:
+            raise UsageError(f"rates ({path}) cannot be read: {why(error)}") from None
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict) or not {"held", "own"} <= record.keys():
+            raise UsageError(f"rates ({path}) must be a file made by papers --sweep")
+        return cls(record, hashlib.sha256(content).hexdigest())
+
+    def held(self, task: str, name: str) -> float:
+        """The rate chosen at 8 workers, for every number of them."""
+        return self._found("held", task, name)
+
+    def own(self, task: str, name: str, workers: int) -> float:
+        """The rate chosen at this very number of workers."""
+        if workers == HELD_AT:
+            return self.held(task, name)
+        alone = workers == 1
+        return self._found("own", task, "sgd" if alone else name, str(workers))
+
+    def _found(self, *keys: str) -> float:
+        value: Any = self.record
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, (int, float)):
+            place = ", ".join(keys)
+            raise UsageError(f"the file of rates has none for {place}: make it by papers --sweep")
+        return float(value)

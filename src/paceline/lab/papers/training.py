@@ -1,0 +1,138 @@
+"""The training functions of the claims' runs."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.lab.papers.tasks import load, make_network
+from paceline.lab.tasks.fashion import Images, evaluate, make_loader
+from paceline.training.worker import Worker
+
+LOOKS = 2
+"""How often an epoch is looked at."""
+
+
+def train(
+    worker: Worker,
+    task: str,
+    epochs: int,
+    lr: float,
+    batch_size: int,
+    data: str | None = None,
+    momentum: float = 0.0,
+) -> None:
+    """SGD; worker 0 logs twice an epoch how good the answer is, and its own replica."""
+    samples = load(task, data)
+    torch.manual_seed(worker.seed)
+    net = make_network(task)
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum))
+    batches = worker.setup_dataloaders(make_loader(samples, batch_size), epochs=epochs)
+    looked = 0
+    for _ in range(epochs):
+        for x, y in batches:
+            sgd.zero_grad()
+            cross_entropy(net(x), y).backward()
+            sgd.step()
+            looks = math.floor(worker.progress * epochs * LOOKS + 1e-9)
+            if worker.rank == 0 and looked < looks < epochs * LOOKS:
+                looked = looks
+                look(worker, net, samples)
+    alone = evaluate(net, samples, worker.device) if worker.rank == 0 else None
+    worker.finish()
+    if alone is not None:
+        look(worker, net, samples, alone)
+
+
+def look(
+    worker: Worker, net: nn.Module, samples: Images, alone: tuple[float, float] | None = None
+) -> None:
+    """Log loss and accuracy of the answer, and of this worker ``alone``."""
+    alone = alone or evaluate(net, samples, worker.device)
+    with worker.answer():
+        loss, accuracy = evaluate(net, samples, worker.device)
+    worker.log(
+        loss=loss,
+        accuracy=accuracy,
+        replica_loss=alone[0],
+        replica_accuracy=alone[1],
+        progress=worker.progress,
+    )
+
+
+def tick(worker: Worker, steps: int, parameters: int) -> None:
+    """Steps without gradients, for runs of which only the time is wanted: each is logged."""
+    net = nn.ParameterList([nn.Parameter(torch.zeros(parameters))])
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    rows = TensorDataset(torch.zeros(steps * worker.size))
+    batches = worker.setup_dataloaders(DataLoader(rows, batch_size=1), epochs=1)
+    for _ in batches:
+        worker.settle()
+        for part in net.parameters():
+            part.grad = torch.zeros_like(part)
+        sgd.step()
+        worker.log()
+
+
+def descend(worker: Worker, steps: int, lr: float, dimensions: int, noise: float) -> None:
+    """A quadratic: log the squared gradient at each model that all workers agree on.
+
+    The curvatures lie evenly between 0.1 and 1, the start is 1 in every direction, and ``noise`` is
+    the variance of a gradient, over all directions.
+    """
+    curvature = torch.linspace(0.1, 1.0, dimensions, dtype=torch.float64)
+    x = nn.Parameter(torch.ones(dimensions, dtype=torch.float64))
+    net = nn.ParameterList([x])
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
+    random = np.random.default_rng([worker.seed, worker.rank])
+    scale = math.sqrt(noise / dimensions)
+    interval = int(getattr(worker.strategy, "interval", 1))
+    for step in range(steps):
+        noisy = torch.from_numpy(random.normal(size=dimensions) * scale)
+        x.grad = curvature * x.detach() + noisy
+        sgd.step()
+        if worker.rank == 0 and (step + 1) % interval == 0:
+            worker.log(square=squared_gradient(curvature, x), steps=step + 1)
+
+
+def squared_gradient(curvature: Tensor, x: Tensor) -> float:
+    """Of the quadratic, at ``x``."""
+    return float((curvature * x.detach()).square().sum())
+
+
+def trail(worker: Worker, steps: int, batch_size: int) -> None:
+    """A network in double precision, with momentum, weight decay and a learning rate that changes
+    at every step: log where the parameters are after each, along eight random directions."""
+    torch.manual_seed(worker.seed)
+    net: nn.Module = nn.Sequential(nn.Linear(49, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    size = sum(p.numel() for p in net.parameters())
+    views = torch.randn(8, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net, paced = worker.setup(net, sgd)
+    schedule = torch.optim.lr_scheduler.LambdaLR(paced, lambda step: (step + 1) / steps)
+    loader = DataLoader(small_images(), batch_size=batch_size, shuffle=True)
+    for x, y in islice(worker.setup_dataloaders(loader), steps):
+        paced.zero_grad()
+        cross_entropy(net(x), y).backward()
+        paced.step()
+        schedule.step()
+        worker.settle()
+        if worker.rank == 0:
+            flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+            seen = {f"view_{number}": float(view @ flat) for number, view in enumerate(views)}
+            worker.log(**seen, norm=float(flat.norm()))
+
+
+@cache
+def small_images() -> TensorDataset:
+    """The first 2,000 bundled images, 7 by 7, in double precision."""
+    samples = load("bundled", None)
+    pooled = nn.functional.avg_pool2d(samples.x_train[:2000], 4).flatten(1)
+    return TensorDataset(pooled.double(), samples.y_train[:2000])

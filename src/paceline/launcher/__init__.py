@@ -1,0 +1,1 @@
+"""How a run starts, goes on, and ends: real processes and simulated ones."""

@@ -1,0 +1,199 @@
+"""A rank in a process that another launcher has started: torchrun, mpirun, srun, Ray, or nobody."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.base import Limits, Transport
+from paceline.comm.launchers import Launched, launched
+from paceline.comm.metered import MeteredTransport
+from paceline.common.seeds import seed_user_generators
+from paceline.errors import (
+    CommTimeout,
+    NotLaunched,
+    NotSaved,
+    PacelineError,
+    PeerLost,
+    RunLost,
+    ServingDone,
+    UsageError,
+)
+from paceline.launcher.rank import note_place
+from paceline.launcher.simulate import told
+from paceline.launcher.spec import InitSpec, Train, takes
+from paceline.record.folder import RankFiles, check_out, claim, write_result
+from paceline.record.result import Metric, Result, RunBook, Summary, say_event
+from paceline.strategies import strategy_name, strategy_spec
+from paceline.strategies.base import workers_in
+from paceline.training.listener import Listener
+from paceline.training.session import Session
+from paceline.training.summary import summary_of
+from paceline.training.worker import Worker
+
+
+@takes(InitSpec)
+@contextmanager
+def init(spec: InitSpec) -> Iterator[Worker]:
+    """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
+
+    The launcher's environment variables say who this process is; without them it is a world of one.
+    On leaving the block the worker is finished. A rank that is no worker ends inside it. When a
+    rank is lost, all others end, with a sentence that names it and exit code 3. Strategy and seed
+    must be the same on every rank; ``out`` gets this rank's trace and metrics, and rank 0's model.
+
+    Raises:
+        NotSaved: the model could not be written to ``out``.
+    """
+    with _ending_in_words(), _rank_0_alone_in(spec), _attending(spec) as session:
+        yield Worker(session)
+
+
+@contextmanager
+def _rank_0_alone_in(spec: InitSpec) -> Iterator[None]:
+    """Have rank 0 keep other runs out of the folder; without it the other ranks do not begin."""
+    with claim(spec.out if launched().rank == 0 else None):
+        yield
+
+
+@contextmanager
+def _ending_in_words() -> Iterator[None]:
+    """End this process with a sentence, and the code for it, when a rank was lost."""
+    try:
+        yield
+    except (PeerLost, CommTimeout, NotLaunched) as error:
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        print(f"paceline: {error}{notes}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+@contextmanager
+def _attending(spec: InitSpec) -> Iterator[Session]:
+    """The rank of this process; see :func:`init`."""
+    if spec.out is not None:
+        check_out(spec.out)
+    place = launched()
+    try:
+        transport = _connect(place, spec.limits or Limits(), spec.rank_order)
+    except RunLost as end:
+        raise end.loss from None
+    workers = workers_in(spec.method, transport.size) if transport.size > 1 else 1
+    files = RankFiles(spec.out, transport.rank, trace=spec.trace)
+    seed_user_generators(spec.seed, transport.rank)
+
+    session = Session(
+        MeteredTransport(transport, files.trace),
+        spec.method,
+        workers=workers,
+        seed=spec.seed,
+        device=spec.device_of(place.local_rank),
+        listener=_ToFiles(files, spec),
+    )
+    try:
+        try:
+            yield session
+            session.finish()
+            model_error = files.save_answer(session.model) if session.leads else None
+        except ServingDone:
+            transport.close()
+            raise SystemExit(0) from None
+        transport.close()
+        if model_error is not None:
+            raise NotSaved(spec.out, model_error)
+    except (RunLost, PeerLost) as error:
+        loss = error.loss if isinstance(error, RunLost) else transport.first_loss(error)
+        note_place(loss, session)
+        raise loss from None
+    except PacelineError as error:
+        note_place(error, session)
+        raise
+    finally:
+        transport.give_up()
+        files.close()
+
+
+def attend(
+    train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
+) -> Result | None:
+    """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
+    book, began_s = RunBook(None, spec.on_metric), time.monotonic()
+    not_saved = None
+    try:
+        with _attending(replace(spec, on_metric=book.metric)) as session:
+            if workers not in (None, session.size):
+                must = f"must be {session.size}, as the launcher says"
+                raise UsageError(f"workers ({workers}) {must}")
+            train(Worker(session), **arguments)
+            session.finish()
+            summaries = gather_summaries(session)
+    except NotSaved as error:
+        not_saved = error
+    if session.rank != 0:
+        return None
+    result = book.result(
+        strategy_name(session.strategy),
+        summaries,
+        workers=session.size,
+        began_s=began_s,
+        synchronous=session.strategy.synchronous,
+        seed=spec.seed,
+        out=None if spec.out is None else str(spec.out),
+    )
+    if spec.out is not None:
+        config = {
+            "world": "launched",
+            "train": told(train),
+            "strategy": repr(session.strategy),
+            "spec": strategy_spec(session.strategy),
+            "workers": session.size,
+            "seed": spec.seed,
+            "arguments": dict(arguments),
+        }
+        write_result(Path(spec.out), vars(result), config)
+    if not_saved is not None:
+        raise not_saved
+    return result
+
+
+def gather_summaries(session: Session) -> list[Summary]:
+    """The summaries of all workers; each has to ask for them."""
+    import torch
+
+    own = summary_of(session).numbers()
+    table = torch.zeros(session.size, len(own), dtype=torch.float64)
+    table[session.rank] = torch.tensor(own)
+    session.measuring().all_reduce(table)
+    return [Summary.from_numbers(row) for row in table.tolist()]
+
+
+class _ToFiles(Listener):
+    """Writes down what a rank tells, in the folder of the run, and says what people should know."""
+
+    def __init__(self, files: RankFiles, spec: InitSpec) -> None:
+        self._files, self._on_metric = files, spec.on_metric
+
+    def metric(self, record: Metric) -> None:
+        self._files.metric(record)
+        if self._on_metric is not None:
+            self._on_metric(record)
+
+    def event(self, record: Metric) -> None:
+        say_event(record)
+
+
+def _connect(place: Launched, limits: Limits, rank_order: bool) -> Transport:
+    from paceline.comm.solo import SoloTransport
+    from paceline.comm.torch_distributed.transport import connect_launched
+
+    if place.size == 1:
+        return SoloTransport()
+
+    def tell(loss: PeerLost) -> None:
+        print(f"paceline: {loss}, on rank {place.rank}", file=sys.stderr, flush=True)
+
+    return connect_launched(place, limits, rank_order=rank_order, tell=tell)

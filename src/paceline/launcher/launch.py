@@ -1,0 +1,220 @@
+"""Real processes on this host: :func:`launch` starts them, and :func:`train_rank` runs in each."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from paceline.checkpoint.store import Saved
+from paceline.comm.base import Transport
+from paceline.comm.launchers import launched
+from paceline.comm.membership import MembershipPolicy
+from paceline.comm.metered import MeteredTransport
+from paceline.common.reference import find, plain_json, refer_to
+from paceline.common.seeds import seed_user_generators
+from paceline.errors import UsageError
+from paceline.launcher.checkpoints import CheckpointCoordinator
+from paceline.launcher.own_faults import OwnFaults
+from paceline.launcher.rank import run_rank
+from paceline.launcher.rank_process import Channel, Message, refuse_in_rank
+from paceline.launcher.signals import ASK, Stop
+from paceline.launcher.spec import LaunchSpec, OnDevice, takes
+from paceline.launcher.supervisor import (
+    run_ranks,
+    threads_per_rank,
+)
+from paceline.record.folder import RankFiles, claim
+from paceline.record.result import Metric, Result, RunBook, Summary
+from paceline.strategies import strategy_name, strategy_spec
+from paceline.strategies.packing import pack_strategy, unpack_strategy
+from paceline.training.checkpointing import CheckpointParticipant, Plan, Stopped
+from paceline.training.listener import Listener
+from paceline.training.session import Session
+from paceline.training.summary import summary_of
+
+STOPPED: Message = {"stopped": True}
+"""What a rank returns that has ended after a last checkpoint."""
+_DECISIVE = ("train", "workers", "seed", "device", "arguments")
+"""What must be the same for a run to go on from a checkpoint."""
+
+
+@takes(LaunchSpec)
+def launch(spec: LaunchSpec) -> Result:
+    """Run ``train(worker)`` in real processes on this host.
+
+    Raises:
+        WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
+        PeerLost: a rank died, or was stopped for longer than ``limits.dead_s``.
+        Interrupted: a signal told the run to end; with checkpoints, it has made one.
+    """
+    began_s = time.monotonic()
+    refuse_in_rank()
+    _refuse_under_launcher()
+    with claim(spec.out):
+        return _launch(spec, began_s)
+
+
+def _launch(spec: LaunchSpec, began_s: float) -> Result:
+    policy, checkpoints = spec.policy(), spec.checkpoints()
+    common = _told_to_ranks(spec, policy)
+    decisive = {name: common[name] for name in _DECISIVE}
+    checkpoints.prepare({"strategy": repr(spec.method), **decisive}, spec.size)
+    common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
+    book = RunBook(spec.out, spec.on_metric)
+    checkpoints.follow(book)
+    if not spec.trace:
+        book.no_trace()
+    book.write_config(_config(spec, policy, common))
+    hear = _listeners(spec, book, checkpoints)
+    try:
+        with Stop(checkpoints.on) as stop:
+            returned = run_ranks(
+                refer_to(train_rank),
+                [common] * spec.size,
+                transport=spec.transport,
+                limits=spec.limits,
+                on_message=lambda rank, message: hear[message["kind"]](message["record"]),
+                losses=policy if spec.shares_memory else None,
+                faults=[*spec.faults, *checkpoints.latecomers],
+                folder=spec.folder,
+                stop=stop,
+                start_s=checkpoints.start_s,
+            )
+    finally:
+        book.close(ranks=spec.size)
+    if STOPPED in returned:
+        raise stop.error(checkpoints.told_of_last())
+    return book.result(
+        strategy_name(spec.method),
+        [Summary(**summary) for summary in returned if summary is not None],
+        workers=spec.workers,
+        began_s=began_s,
+        synchronous=spec.method.synchronous,
+        seed=spec.seed,
+        **checkpoints.facts(),
+    )
+
+
+def _told_to_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
+    """What every rank has to know of the run."""
+    return {
+        "train": spec.train if isinstance(spec.train, dict) else refer_to(spec.train),
+        "strategy": pack_strategy(spec.method),
+        "workers": spec.workers,
+        "seed": spec.seed,
+        "device": spec.device,
+        "arguments": plain_json("arguments", dict(spec.arguments or {})),
+        "out": None if spec.out is None else str(spec.out),
+        "trace": spec.trace,
+        "elastic": policy.goes_on and spec.shares_memory,
+        "faults": [asdict(fault) for fault in spec.faults],
+    }
+
+
+def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Message:
+    """What the run was asked to do, for its folder."""
+    return {
+        "world": spec.transport,
+        **common,
+        "strategy": repr(spec.method),
+        "method": common["strategy"],
+        "spec": strategy_spec(spec.method),
+        "on_loss": policy.on_loss,
+        "max_restarts": spec.max_restarts,
+        "threads": threads_per_rank(spec.size),
+    }
+
+
+def _listeners(
+    spec: LaunchSpec, book: RunBook, checkpoints: CheckpointCoordinator
+) -> dict[str, Callable[[Message], None]]:
+    """Who hears what ranks tell, by its kind."""
+    return {
+        "metric": book.metric,
+        "event": book.event,
+        "no_trace": lambda record: book.no_trace(record["reason"]),
+        "progress": spec.on_progress or (lambda record: None),
+        "saved": lambda record: checkpoints.hear(
+            Saved(**{**record, "ranks": tuple(record["ranks"])})
+        ),
+    }
+
+
+def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
+    """The program of a launched rank."""
+    files = RankFiles(
+        argument["out"],
+        transport.rank,
+        goes_on=transport.late,
+        trace=argument["trace"],
+        on_no_trace=lambda why: channel.send({"kind": "no_trace", "record": {"reason": why}}),
+    )
+    checkpointing = _participant(argument["checkpoints"], channel)
+    seed_user_generators(argument["seed"], transport.rank)
+    own_faults = OwnFaults(
+        argument["faults"], transport, channel, lambda: files.trace.flush() if files.trace else None
+    )
+    session = Session(
+        MeteredTransport(transport, files.trace, own_faults),
+        unpack_strategy(argument["strategy"]),
+        workers=argument["workers"],
+        seed=argument["seed"],
+        device=OnDevice(device=argument["device"]).device_of(transport.rank),
+        listener=_ToLauncher(channel),
+        elastic=argument["elastic"],
+        checkpointing=checkpointing,
+    )
+    try:
+        run_rank(session, find(argument["train"]), argument["arguments"])
+        model_error = files.save_answer(session.model) if session.leads else None
+    except Stopped:
+        return STOPPED
+    finally:
+        files.close()
+    return asdict(replace(summary_of(session), model_error=model_error))
+
+
+class _ToLauncher(Listener):
+    """Sends what a rank tells to the process that launched it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def metric(self, record: Metric) -> None:
+        self._channel.send({"kind": "metric", "record": record})
+
+    def progress(self, record: Metric) -> None:
+        self._channel.send({"kind": "progress", "record": record})
+
+    def event(self, record: Metric) -> None:
+        self._channel.send({"kind": "event", "record": record})
+
+    def ready(self) -> None:
+        self._channel.send({"kind": "ready"})
+
+
+def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipant | None:
+    """Who keeps the state of a launched rank; signals ask for a last checkpoint.
+
+    SIGTERM as well: it may be sent to all processes of a job at once.
+    """
+    if plan is None:
+        return None
+    checkpointing = CheckpointParticipant(
+        Plan(**plan), lambda saved: channel.send({"kind": "saved", "record": asdict(saved)})
+    )
+    for number in (ASK, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: checkpointing.ask_to_stop())
+    return checkpointing
+
+
+def _refuse_under_launcher() -> None:
+    """Refuse to start processes in each process of another launcher: so many runs, side by side."""
+    size = launched().size
+    if size > 1:
+        raise UsageError(
+            f"pl.launch must not be called under a launcher, which has started {size} processes:"
+            " use pl.init there, or start the script once"
+        )

@@ -1,0 +1,64 @@
+"""Faults that a real rank does to itself: those that happen at one of its own steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.common.faults import Fault
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Transport
+    from paceline.launcher.rank_process import Channel
+
+
+class OwnFaults:
+    """Called before each step of a rank: kills, stops or slows it down when that is due.
+
+    What happens at a time is done by the launcher, except for slowing down. ``before_end`` is
+    called before a rank is killed.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[dict[str, Any]],
+        transport: Transport,
+        channel: Channel,
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._before_end = before_end
+        mine = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
+        self._faults = [] if transport.late else mine
+        self._transport, self._channel = transport, channel
+        self._ended_s = transport.now()
+        self._slow_since: dict[Fault, float] = {}
+
+    def __call__(self, step: int) -> None:
+        """Hear that a step begins."""
+        now_s = self._transport.now()
+        for fault in self._faults:
+            if fault.kind == "slow" and self._is_slow(fault, step, now_s):
+                time.sleep((now_s - self._ended_s) * ((fault.factor or 1.0) - 1))
+            elif fault.at_step == step and fault.kind == "kill":
+                self._before_end()
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.at_step == step and fault.kind == "freeze":
+                self._tell("stopped", now_s)
+                if fault.for_s is not None:
+                    self._channel.send({"kind": "thaw", "for_s": fault.for_s})
+                os.kill(os.getpid(), signal.SIGSTOP)
+        self._ended_s = self._transport.now()
+
+    def _is_slow(self, fault: Fault, step: int, now_s: float) -> bool:
+        due = now_s >= (fault.at_s or 0.0) if fault.at_step is None else step >= fault.at_step
+        if due and fault not in self._slow_since:
+            self._slow_since[fault] = now_s
+            self._tell("slowed", now_s)
+        return due and (fault.for_s is None or now_s < self._slow_since[fault] + fault.for_s)
+
+    def _tell(self, event: str, now_s: float) -> None:
+        told = {"t": now_s, "event": event, "rank": self._transport.rank}
+        self._channel.send({"kind": "event", "record": told})

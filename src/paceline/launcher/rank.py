@@ -1,0 +1,31 @@
+"""What happens on one rank of a run, wherever it runs: train, finish, and say where it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import PacelineError, RunLost, ServingDone
+from paceline.launcher.spec import Train
+from paceline.training.session import Session
+from paceline.training.worker import Worker
+
+
+def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> None:
+    """Train and finish; a rank that serves ends in ``worker.setup``."""
+    try:
+        train(Worker(session), **arguments)
+        session.finish()
+    except ServingDone:
+        pass
+    except RunLost as end:
+        note_place(end.loss, session)
+        raise end.loss from None
+    except PacelineError as error:
+        note_place(error, session)
+        raise
+
+
+def note_place(error: PacelineError, session: Session) -> None:
+    """Say with an error where and when it came about."""
+    error.add_note(f"on rank {session.rank} at {session.world.now():.6f} s")

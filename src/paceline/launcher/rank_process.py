@@ -1,0 +1,141 @@
+"""A rank in a process of its own, and its pipe to the launcher.
+
+On the pipe the rank says what it logs, how it failed and what it returns, a line of JSON each.
+Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from paceline.comm.base import Limits
+from paceline.common.reference import find
+from paceline.errors import (
+    CommTimeout,
+    Outlived,
+    PeerLost,
+    RunLost,
+    UsageError,
+    summary_of,
+    user_traceback,
+)
+from paceline.launcher.signals import ASK
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Transport
+
+Message = dict[str, Any]
+
+
+in_rank = False
+"""Whether this process is a rank; one cannot launch."""
+
+
+def refuse_in_rank() -> None:
+    """Refuse to launch in a rank."""
+    if in_rank:
+        raise UsageError(
+            "a rank must not launch: ranks read the script anew, so what starts the run has to"
+            ' stand under if __name__ == "__main__":'
+        )
+
+
+class Channel:
+    """A rank's way to tell its launcher something."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock = fd, threading.RLock()
+
+    def send(self, message: Message) -> None:
+        """Send one message, whole and in one piece; a launcher that is gone does not mind.
+
+        A pipe takes 64 KB at a time, and a signal cuts the write of a longer one short. So signals
+        wait until all of it is written: their handlers may raise, or send something themselves.
+        """
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        with self._lock, _signals_wait(), suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Have no signal handled in this thread meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def rank_main(config: Message, fds: list[int]) -> int:
+    """The life of a rank, from its fork to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(ASK, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(config["environment"])
+    os.chdir(config["cwd"])
+    sys.argv[:] = config["argv"]
+    sys.path[:] = config["path"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whole lines, so that ranks do not mix theirs
+            stream.reconfigure(line_buffering=True, write_through=False)
+    channel = Channel(fds[0])
+    global in_rank
+    in_rank = True
+    try:
+        import torch
+
+        torch.set_num_threads(config["threads"])
+        transport = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
+        channel.send({"kind": "entered"})
+        if transport.late and not config["seen"] and config["rank"] not in config["late"]:
+            return 1  # who was here before was not able to say so: it was lost
+        value = find(config["program"])(transport, channel, config["argument"])
+        transport.close()
+        channel.send({"kind": "value", "value": value})
+        return 0
+    except Outlived:  # it is lost, and another may follow it
+        return 1
+    except BaseException as error:
+        error = error.loss if isinstance(error, RunLost) else error
+        channel.send(_describe(error))
+        return getattr(error, "exit_code", 1)
+
+
+def _connect(config: Message, fd: int, tell: Callable[[PeerLost], None]) -> Transport:
+    rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
+    if config["transport"] == "shared_memory":
+        from paceline.comm.shared.transport import SharedMemoryTransport
+
+        started_s, late, elastic = config["started_s"], config["late"], config["elastic"]
+        workers = config["workers"]
+        return SharedMemoryTransport(fd, rank, size, limits, started_s, late, elastic, workers)
+    from paceline.comm.torch_distributed.transport import connect_on_loopback
+
+    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], tell)
+
+
+def _describe(error: BaseException) -> Message:
+    message: Message = {
+        "kind": "error",
+        "type": type(error).__name__,
+        "message": str(error),
+        "usage": isinstance(error, UsageError),
+        "summary": summary_of(error),
+        "traceback": user_traceback(error),
+        "time_s": time.monotonic(),
+    }
+    if isinstance(error, (PeerLost, CommTimeout)):
+        message |= {"ranks": error.ranks, "op": error.op, "waited_s": error.waited_s}
+        message |= {"reason": getattr(error, "reason", "")}
+    return message

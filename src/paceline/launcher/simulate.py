@@ -1,0 +1,207 @@
+"""Simulated ranks in virtual time: :func:`simulate` runs all of them in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+from paceline.comm.base import Limits
+from paceline.comm.membership import MembershipPolicy
+from paceline.comm.metered import MeteredTransport
+from paceline.common.reference import Reference, find, refer_to
+from paceline.errors import PacelineError, UsageError, WorkerFailed
+from paceline.launcher.checkpoints import CheckpointCoordinator
+from paceline.launcher.rank import run_rank
+from paceline.launcher.spec import SimulationSpec, Train, takes
+from paceline.record.folder import RecordedRun, claim, save_answer
+from paceline.record.result import Metric, Result, RunBook, Summary
+from paceline.record.trace import Trace
+from paceline.sim.models import stands_for_note
+from paceline.sim.replay import Replay
+from paceline.sim.world import SimulatedTransport, World
+from paceline.strategies import make_strategy, strategy_name, strategy_spec
+from paceline.training.checkpointing import CheckpointParticipant
+from paceline.training.listener import Listener
+from paceline.training.session import Session
+from paceline.training.summary import summary_of
+
+
+@takes(SimulationSpec)
+def simulate(spec: SimulationSpec) -> Result:
+    """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
+
+    Raises:
+        WorkerFailed: ``train`` raised on a rank.
+        PeerLost: a rank that others needed was killed, or frozen for too long.
+        Deadlock: every rank waited for another.
+        PacelineError: a replay came to something else than what was recorded.
+    """
+    began_s = time.monotonic()
+    with claim(spec.out):
+        return _simulate(spec, began_s)
+
+
+def _simulate(spec: SimulationSpec, began_s: float) -> Result:
+    same = {"workers": spec.workers, "strategy": repr(spec.method), "seed": spec.seed}
+    same["arguments"] = dict(spec.arguments or {})
+    record = _recorded(spec, same)
+    # a run that was recorded to its end went on after its losses
+    policy = spec.policy("continue" if record is not None and record.lost else None)
+    train = _found(spec.train) if isinstance(spec.train, dict) else spec.train
+    checkpoints = spec.checkpoints()
+    if checkpoints.on and record is not None:
+        raise UsageError("replay must not be used with checkpoints")
+    cluster = asdict(spec.place)
+    checkpoints.prepare({**same, "train": told(train), "cluster": cluster}, spec.size)
+    book = RunBook(spec.out, spec.on_metric)
+    checkpoints.follow(book)
+    world = World(
+        spec.place,
+        spec.size,
+        seed=spec.seed,
+        limits=spec.limits or Limits(),
+        faults=[*spec.all_faults, *checkpoints.latecomers],
+        homes=[spec.method.home(rank, spec.workers) for rank in range(spec.size)],
+        losses=policy,
+        on_event=book.event,
+        start_s=checkpoints.start_s,
+    )
+    book.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
+    file = book.folder.trace if book.folder and spec.trace else None
+    trace = Trace(file, lambda: world.calendar.now_s)
+    ranks = _Ranks(spec, train, world, policy, checkpoints, book, trace, record)
+    try:
+        world.run(ranks.run)
+    finally:
+        trace_hash = trace.close()
+        book.close()
+    return book.result(
+        strategy_name(spec.method),
+        ranks.summaries,
+        workers=spec.workers,
+        began_s=began_s,
+        synchronous=spec.method.synchronous,
+        seed=spec.seed,
+        virtual_seconds=world.calendar.now_s,
+        wire_bytes=round(world.network.wire_bytes),
+        trace_hash=trace_hash,
+        as_model=spec.place.stands_for.model if spec.place.stands_for else None,
+        **checkpoints.facts(),
+    )
+
+
+class _ToBook(Listener):
+    """Writes down what a rank tells."""
+
+    def __init__(self, book: RunBook, spec: SimulationSpec) -> None:
+        self._book, self._on_progress = book, spec.on_progress
+
+    def metric(self, record: Metric) -> None:
+        self._book.metric(record)
+
+    def progress(self, record: Metric) -> None:
+        if self._on_progress is not None:
+            self._on_progress(record)
+
+    def event(self, record: Metric) -> None:
+        self._book.event(record)
+
+
+class _Ranks:
+    """The program of every simulated rank, and what they leave."""
+
+    def __init__(
+        self,
+        spec: SimulationSpec,
+        train: Train,
+        world: World,
+        policy: MembershipPolicy,
+        checkpoints: CheckpointCoordinator,
+        book: RunBook,
+        trace: Trace,
+        record: Replay | None,
+    ) -> None:
+        self._spec, self._train, self._world, self._policy = spec, train, world, policy
+        self._checkpoints, self._book, self._trace = checkpoints, book, trace
+        self._record = record
+        self.summaries: list[Summary] = []
+
+    def run(self, transport: SimulatedTransport) -> None:
+        """Train on one rank."""
+        metered = (
+            self._record.follow(transport, self._trace)
+            if self._record
+            else MeteredTransport(transport, self._trace)
+        )
+        session = self._session(metered, transport.rank)
+        try:
+            run_rank(session, self._train, self._spec.arguments or {})
+        except PacelineError:
+            raise
+        except Exception as error:
+            error.add_note(f"at {session.world.now():.6f} s of virtual time")
+            raise WorkerFailed.of(session.rank, error) from None
+        summary, folder = summary_of(session), self._spec.folder
+        model_error = save_answer(session.model, folder, self._trace) if session.leads else None
+        self.summaries.append(replace(summary, model_error=model_error))
+        metered.close()
+
+    def _session(self, transport: MeteredTransport, rank: int) -> Session:
+        plan = self._checkpoints.plan
+        return Session(
+            transport,
+            make_strategy(self._spec.method),
+            workers=self._spec.workers,
+            seed=self._spec.seed,
+            costs=self._world.costs[rank],
+            listener=_ToBook(self._book, self._spec),
+            elastic=self._policy.goes_on,
+            checkpointing=CheckpointParticipant(plan, self._checkpoints.hear) if plan else None,
+        )
+
+
+def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:
+    """What the run was asked to do, for its folder."""
+    model = spec.place.stands_for
+    return {
+        "spec": strategy_spec(spec.method),
+        "train": told(train),
+        "cluster": asdict(spec.place),
+        "as_model": stands_for_note(model.model) if model else None,
+        "faults": [asdict(fault) for fault in spec.faults],
+        "on_loss": policy.on_loss,
+        "max_restarts": spec.max_restarts,
+        "replay": None if spec.replay is None else str(spec.replay),
+    }
+
+
+def _found(train: Reference) -> Train:
+    """The training function that is meant."""
+    try:
+        program = find(train)
+    except Exception as error:
+        raise WorkerFailed.of(0, error) from None
+    if not callable(program):
+        raise UsageError(f"train ({train}) must be a function")
+    return cast(Train, program)
+
+
+def told(train: Train) -> Reference | str:
+    """Where a training function is, for people who read the configuration."""
+    try:
+        return refer_to(train)
+    except UsageError:
+        return getattr(train, "__qualname__", repr(train))
+
+
+def _recorded(spec: SimulationSpec, same: Mapping[str, Any]) -> Replay | None:
+    """What is to be followed; refuses a run that is not the ``same``."""
+    if spec.replay is None:
+        return None
+    if spec.all_faults:
+        raise UsageError("replay must not be used with faults, here or in the cluster's file")
+    run = RecordedRun(spec.replay)
+    run.check(spec.out, **same)
+    return Replay(run.trace, run.lost(), run.config["workers"])

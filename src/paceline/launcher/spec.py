@@ -1,0 +1,282 @@
+"""Every knob of a run: declared, checked and documented here, and nowhere else.
+
+A spec is what :func:`~paceline.launch`, :func:`~paceline.simulate` and :func:`~paceline.init` take
+as their keyword arguments: they are made of the functions that take the spec.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from paceline.comm.base import Limits
+from paceline.comm.membership import MembershipPolicy
+from paceline.common.faults import LINK_KINDS, Fault
+from paceline.common.options import one_of
+from paceline.common.reference import Reference, plain_json
+from paceline.common.seeds import check_seed
+from paceline.errors import UsageError, unknown
+from paceline.launcher.capacity import check_real_workers, check_virtual_workers
+from paceline.launcher.checkpoints import CheckpointCoordinator
+from paceline.launcher.supervisor import TRANSPORTS
+from paceline.record.result import OnMetric
+from paceline.sim.cluster import Cluster, load_cluster
+from paceline.sim.models import as_model as stand_for
+from paceline.strategies import make_strategy, strategy_name
+from paceline.strategies.base import Strategy
+
+Train = Callable[..., None]
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What every run is told.
+
+    Args:
+        strategy: a name, a name with options, or an object.
+        seed: of everything random in the run.
+        limits: how long workers wait for each other; in virtual time, where time is.
+        out: a folder for configuration, metrics, trace and model.
+        on_metric: called with each record of ``worker.log`` as it comes.
+        trace: whether to write a trace to ``out``, which replays and timelines are made of.
+    """
+
+    strategy: str | Strategy = "allreduce"
+    seed: int = 0
+    limits: Limits | None = None
+    out: str | PathLike[str] | None = None
+    on_metric: OnMetric | None = None
+    trace: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.method
+        check_seed(self.seed)
+
+    @functools.cached_property
+    def method(self) -> Strategy:
+        """The strategy, as an object."""
+        return make_strategy(self.strategy)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the run writes, if it does."""
+        return None if self.out is None else Path(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(RunSpec):
+    """A run whose ranks are processes.
+
+    Args:
+        device: ``cpu``, or ``cuda`` to spread the ranks over the GPUs of each host.
+    """
+
+    device: str = "cpu"
+
+    def device_of(self, rank: int) -> str:
+        """The device of a rank of this host: ``cuda`` is spread over the GPUs there are."""
+        if not self.device.startswith("cuda"):
+            return self.device
+        import torch
+
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise UsageError(f"device ({self.device}) needs a GPU that torch can see")
+        return f"cuda:{rank % count}" if self.device == "cuda" else self.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(RunSpec):
+    """A run that starts its ranks itself.
+
+    Args:
+        train: the training function; it is called on each worker.
+        workers: how many; servers and communicators of the strategy come on top.
+        arguments: more keyword arguments for ``train``.
+        on_progress: called a few times a second with rank, steps and progress of a worker.
+        on_loss: ``continue`` with the workers that are left when one is lost, or ``stop``; when not
+            given, asynchronous methods continue and synchronous ones stop.
+        max_restarts: how many lost workers are started again, all together.
+        faults: what is done to the ranks: to kill, freeze or slow one down, or start it late.
+        checkpoint_steps: save all there is of the run after so many steps of the first worker.
+        checkpoint_minutes: save it after so many minutes; of virtual time, where time is.
+        keep: how many checkpoints are kept.
+        resume: go on from the newest checkpoint in ``out`` that is whole, or begin where there is
+            none.
+    """
+
+    train: Train | Reference = field(kw_only=False)
+    workers: int
+    arguments: Mapping[str, Any] | None = None
+    on_progress: OnMetric | None = None
+    on_loss: str | None = None
+    max_restarts: int = 0
+    faults: Sequence[Fault] = ()
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = None
+    keep: int = 2
+    resume: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are: workers, servers and communicators."""
+        return ranks_for(self.method, self.workers)
+
+    def policy(self, on_loss: str | None = None) -> MembershipPolicy:
+        """What the run does when it loses a rank; ``on_loss``, where the spec says nothing."""
+        asked = self.on_loss or on_loss
+        return MembershipPolicy(self.method.synchronous, self.workers, asked, self.max_restarts)
+
+    def check_faults(self, faults: Sequence[Fault], cluster: Cluster) -> None:
+        """Refuse faults of ranks that do not exist, and members that the method cannot take in."""
+        cluster.check_faults(faults, self.size)
+        for fault in faults:
+            if fault.kind == "join" and self.method.synchronous:
+                name = strategy_name(self.method)
+                raise UsageError(f"join: {name} is synchronous and takes no worker in mid-run")
+
+    def checkpoints(self) -> CheckpointCoordinator:
+        """The checkpoints of the run; refuses a method that cannot have them."""
+        coordinator = CheckpointCoordinator(
+            self.out,
+            steps=self.checkpoint_steps,
+            minutes=self.checkpoint_minutes,
+            keep=self.keep,
+            resume=self.resume,
+        )
+        coordinator.check_strategy(self.method, self.size, self.workers)
+        return coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec(Started, OnDevice):
+    """A run in processes of this host; ``train`` must be at the top level of a module or script.
+
+    Args:
+        transport: ``shared_memory``, or ``distributed`` for gloo and nccl.
+    """
+
+    workers: int = 2
+    transport: str = "shared_memory"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_real_workers(self.workers, self.method)
+        self.device_of(0)
+        one_of("transport", self.transport, TRANSPORTS)
+        self._check_losses()
+        self.check_faults(self.faults, Cluster())
+        plain_json("arguments", dict(self.arguments or {}))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks talk through memory: only then can a run go on after a loss."""
+        return self.transport == "shared_memory"
+
+    def _check_losses(self) -> None:
+        """Refuse what this transport cannot do with lost ranks, and what links alone can suffer."""
+        wanted = self.policy().max_restarts or self.on_loss == "continue" or self.faults
+        if wanted and not self.shares_memory:
+            raise UsageError(
+                f"transport ({self.transport}) must be shared_memory to go on without a lost rank,"
+                " to restart one, or to inject faults"
+            )
+        for fault in self.faults:
+            if fault.kind in LINK_KINDS:
+                raise UsageError(f"{fault.kind}: the processes of one host have no links to harm")
+
+    def checkpoints(self) -> CheckpointCoordinator:
+        coordinator = super().checkpoints()
+        if coordinator.on and not self.shares_memory:
+            raise UsageError(f"transport ({self.transport}) must be shared_memory for checkpoints")
+        return coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationSpec(Started):
+    """A run in virtual time.
+
+    Args:
+        cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
+        as_model: a model of :mod:`paceline.sim.models` whose bytes and times the run has.
+        replay: the folder of a real run with the same arguments, whose recorded order is followed.
+    """
+
+    workers: int = 4
+    cluster: str | PathLike[str] | Cluster = "ethernet-10g"
+    as_model: str | None = None
+    replay: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_virtual_workers(self.workers, self.method)
+        self.check_faults(self.all_faults, self.place)
+
+    @functools.cached_property
+    def place(self) -> Cluster:
+        """The cluster, as an object, with the model that it stands for."""
+        return stand_for(load_cluster(self.cluster), self.as_model)
+
+    @property
+    def all_faults(self) -> list[Fault]:
+        """Those of the cluster, and those of the run."""
+        return [*self.place.faults, *self.faults]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSpec(OnDevice):
+    """A run whose processes were started by another launcher, of which this is one.
+
+    Args:
+        rank_order: sum in rank order, bit for bit as the other transports do; slower.
+    """
+
+    rank_order: bool = False
+
+
+def takes(spec: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
+    """Have a function of a spec take what the spec is made of."""
+
+    signature = inspect.signature(spec)
+
+    def wrap(run: Callable[[S], R]) -> Callable[P, R]:
+        @functools.wraps(run)
+        def start(*args: P.args, **knobs: P.kwargs) -> R:
+            for name in knobs:
+                if name not in signature.parameters:
+                    raise unknown(f"argument of pl.{run.__name__}", name, signature.parameters)
+            return run(spec(*args, **knobs))
+
+        returned = inspect.signature(run).return_annotation
+        vars(start)["__signature__"] = signature.replace(return_annotation=returned)
+        start.__doc__ = _with_arguments(run, spec)
+        return start
+
+    return wrap
+
+
+def _with_arguments(run: Callable[..., Any], spec: Any) -> str:
+    """The docstring of a function with that of each argument of its spec."""
+    text, _, raises = inspect.cleandoc(run.__doc__ or "").partition("\nRaises:\n")
+    told = [inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in _kinds(spec)]
+    arguments = "\n".join(part.rstrip() for part in told)
+    return f"{text.rstrip()}\n\nArgs:\n{arguments}\n" + (f"\nRaises:\n{raises}" if raises else "")
+
+
+def _kinds(spec: Any) -> list[type]:
+    """A spec and what it is derived from: what is first in a signature comes first."""
+    order = (Started, RunSpec, OnDevice)
+    return [*(kind for kind in order if issubclass(spec, kind)), spec]
+
+
+def ranks_for(strategy: Strategy, workers: int) -> int:
+    """How many ranks so many workers need; a single one needs no other."""
+    return len(strategy.roles(workers)) if workers > 1 else 1

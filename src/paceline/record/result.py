@@ -1,0 +1,318 @@
+"""What a run returns: the numbers of all workers, put together."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from typing import Any
+
+from paceline.errors import NotSaved
+from paceline.record.folder import RunFolder, write_result
+from paceline.record.history import Row, totals_at
+
+Metric = dict[str, Any]
+OnMetric = Callable[[Metric], None]
+WorkerSeconds = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The numbers of one worker, at its end."""
+
+    rank: int
+    steps: int
+    samples: int
+    bytes_sent: int
+    first_step_s: float
+    last_step_s: float
+    first_wall_s: float
+    last_wall_s: float
+    wait_s: float
+    consensus: float | None
+    samples_per_s: float | None = None
+    stale_count: int = 0
+    stale_total: int = 0
+    stale_max: int = 0
+    io_s: float = 0.0
+    lr: float | None = None
+    batch_size: int = 0
+    epoch_samples: int | None = None
+    dropped: int = 0
+    set_aside: bool = False
+    batches_lost: int = 0
+    model_error: str | None = None
+    stale_ages: list[tuple[int, int]] = field(default_factory=list)
+    history: list[Row] = field(default_factory=list)
+
+    def numbers(self) -> list[float]:
+        """The fields as numbers, for a vector; what is not known is NaN. Others are left out."""
+        values = [getattr(self, name) for name in _NUMBERS]
+        return [math.nan if value is None else float(value) for value in values]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Summary:
+        """The summary that :meth:`numbers` was made of."""
+        known: list[Any] = [None if math.isnan(number) else number for number in numbers]
+        return cls(**dict(zip(_NUMBERS, known, strict=True)))
+
+    @property
+    def wait_share(self) -> float:
+        """Waiting over all of the time between the first step and the last."""
+        span_s = self.last_step_s - self.first_step_s
+        return self.wait_s / span_s if span_s > 0 else 0.0
+
+    @property
+    def seconds(self) -> WorkerSeconds:
+        """Where the time between the first step and the last went."""
+        span_s = self.last_step_s - self.first_step_s
+        compute_s = max(0.0, span_s - self.wait_s - self.io_s)
+        return {"compute": compute_s, "wait": self.wait_s, "io": self.io_s}
+
+
+_NO_NUMBERS = ("model_error", "stale_ages", "history")
+_NUMBERS = [f.name for f in fields(Summary) if f.name not in _NO_NUMBERS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of a run; ``docs/simulator.md`` and ``paceline run --help`` name its keys.
+
+    Attributes:
+        steps: optimizer steps, summed over workers; ``samples`` likewise.
+        loss: the last value logged under this name; ``accuracy`` likewise.
+        seconds: from the first step to the last, on the wall's clock.
+        startup_seconds: before the first step.
+        samples_per_s: of all workers together after their first step, on the run's own clock.
+        virtual_seconds: the simulated time; None of a real run.
+        bytes_sent: payload that strategies handed to Comm, summed over ranks.
+        wire_bytes: what that took on the simulated links; None of a real run.
+        wait_share: waiting / (waiting + compute + loading), mean over workers.
+        staleness_mean: 0 for synchronous methods, None where the method has none.
+        consensus_distance: how far the workers were apart just before the end.
+        trace_hash: fingerprint of a simulated run; None of a real one.
+        as_model: the model whose bytes and times the run had; None: its own.
+        metrics: every record of ``worker.log``, in order; ``all_samples`` and ``all_bytes`` are
+            those of the steps that all ranks together had ended by then.
+        out: the run's folder, if it has one.
+        first_step_s: when the first step began, on the clock that metrics carry as ``t``.
+        worker_seconds: of each worker by rank: its time from its first step to its last, divided
+            into ``compute`` (all that is not the rest), ``wait`` (for others) and ``io`` (data).
+        staleness_counts: how often something of each age was applied, as ``[age, count]``.
+        lr: the learning rate that workers began with; ``batch_size`` is that of one of them.
+        epoch_samples: the samples of an epoch; None where that is not known.
+        events: what happened to ranks and when: ``lost``, ``restarted``, ``joined``, ``rejoined``
+            (it was left behind), ``outlived`` (so was this one, and the others are at their end),
+            ``succeeded`` (a server that follows another), ``dropped`` (an update that was not
+            finite, or exploded), ``large``, ``set_aside`` (its sender).
+        lost_batches: those that lost workers had in hand, or had been given since the last meeting,
+            and nobody has taken again: the others were in a later epoch, or at their end.
+        dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
+        diverged: whether every worker that came to the end had been set aside.
+        checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
+            was due could not be made. ``resumed_at`` is the step that the run went on from.
+        model_error: why the model could not be written to the run's folder; None when it was.
+    """
+
+    strategy: str
+    workers: int
+    seed: int
+    steps: int
+    samples: int
+    loss: float | None
+    accuracy: float | None
+    seconds: float
+    startup_seconds: float
+    virtual_seconds: float | None
+    samples_per_s: float | None = None
+    bytes_sent: int
+    wire_bytes: int | None
+    wait_share: float
+    staleness_mean: float | None
+    staleness_max: float | None
+    consensus_distance: float | None
+    trace_hash: str | None
+    lost_workers: int
+    joined_workers: int
+    lost_batches: int = 0
+    dropped_updates: int = 0
+    diverged: bool = False
+    out: str | None
+    metrics: list[Metric] = field(repr=False)
+    first_step_s: float = field(repr=False)
+    as_model: str | None = None
+    worker_seconds: list[WorkerSeconds] = field(repr=False, default_factory=list)
+    staleness_counts: list[list[int]] = field(repr=False, default_factory=list)
+    lr: float | None = field(repr=False, default=None)
+    batch_size: int | None = field(repr=False, default=None)
+    epoch_samples: int | None = field(repr=False, default=None)
+    events: list[Metric] = field(repr=False, default_factory=list)
+    checkpoint: int | None = None
+    checkpoint_error: str | None = None
+    resumed_at: int | None = None
+    model_error: str | None = None
+
+    def first_with(self, accuracy: float) -> Metric | None:
+        """The first record of such an accuracy."""
+        return next((m for m in self.metrics if (m.get("accuracy") or 0.0) >= accuracy), None)
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """From the first step to the first record of such an accuracy, on the run's own clock."""
+        record = self.first_with(accuracy)
+        return None if record is None else record["t"] - self.first_step_s
+
+    def bytes_to(self, accuracy: float) -> int | None:
+        """What all ranks had sent by the first record of such an accuracy."""
+        return (self.first_with(accuracy) or {}).get("all_bytes")
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers of ``--json``: all that are not marked as no part of the representation."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+
+
+def say_event(record: Metric) -> None:
+    """Say what people should know of before the run ends."""
+    if record["event"] == "set_aside":
+        told = f"paceline: rank {record['sender']} is set aside: {record['why']}"
+        print(told, file=sys.stderr, flush=True)
+
+
+class RunBook:
+    """What a run tells while it goes on, and the result that it makes of it in the end."""
+
+    def __init__(self, out: str | PathLike[str] | None, on_metric: OnMetric | None) -> None:
+        self.folder = None if out is None else RunFolder(out)
+        self.metrics: list[Metric] = []
+        self.events: list[Metric] = []
+        self._on_metric = on_metric
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write down what was asked for."""
+        if self.folder is not None:
+            self.folder.write_config(config)
+
+    def no_trace(self, reason: str | None = None) -> None:
+        """Hear that a rank has given its trace up, and why; or that there is to be none."""
+        if self.folder is not None:
+            self.folder.no_trace(reason)
+
+    def metric(self, record: Metric) -> None:
+        """Take a record of ``worker.log``."""
+        self.metrics.append(record)
+        if self.folder is not None:
+            self.folder.metric(record)
+        if self._on_metric is not None:
+            self._on_metric(record)
+
+    def go_on(self, metrics: Sequence[Metric], events: Sequence[Metric]) -> None:
+        """Take up what was told before a checkpoint."""
+        self.events += events
+        for record in metrics:
+            self.metrics.append(record)
+            if self.folder is not None:
+                self.folder.metric(record)
+
+    def event(self, record: Metric) -> None:
+        """Take down that a rank was lost, came late, or came again."""
+        self.events.append(record)
+        say_event(record)
+
+    def close(self, ranks: int = 0) -> None:
+        """Close the files; merge the traces of ``ranks`` processes."""
+        if self.folder is not None:
+            self.folder.close()
+            if ranks:
+                self.folder.merge_traces(ranks)
+
+    def result(
+        self,
+        strategy: str,
+        summaries: Sequence[Summary],
+        *,
+        workers: int,
+        began_s: float,
+        synchronous: bool,
+        **facts: Any,
+    ) -> Result:
+        """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
+        mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
+        last = max(mine, key=lambda s: s.last_step_s, default=None)
+        consensus = [s.consensus for s in mine if s.consensus is not None]
+        rates = [s.samples_per_s for s in mine if s.samples_per_s is not None]
+        known = {
+            "virtual_seconds": None,
+            "wire_bytes": None,
+            "trace_hash": None,
+            "lost_workers": self._count("lost", workers),
+            "joined_workers": self._count("joined", workers) + self._count("rejoined", workers),
+            "out": None if self.folder is None else str(self.folder.path),
+        }
+        result = Result(
+            strategy=strategy,
+            workers=workers,
+            steps=round(sum(summary.steps for summary in mine)),
+            samples=round(sum(summary.samples for summary in mine)),
+            loss=self._last("loss"),
+            accuracy=self._last("accuracy"),
+            seconds=max((s.last_wall_s - s.first_wall_s for s in mine), default=0.0),
+            startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
+            samples_per_s=sum(rates) if rates else None,
+            bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
+            lost_batches=round(last.batches_lost) if last is not None else 0,
+            dropped_updates=round(sum(summary.dropped for summary in summaries)),
+            diverged=bool(mine) and all(summary.set_aside for summary in mine),
+            wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
+            consensus_distance=consensus[0] if consensus else None,
+            metrics=[_with_totals(record, summaries) for record in self.metrics],
+            first_step_s=min((summary.first_step_s for summary in mine), default=0.0),
+            worker_seconds=[summary.seconds for summary in mine],
+            lr=mine[0].lr if mine else None,
+            batch_size=round(mine[0].batch_size) if mine else None,
+            epoch_samples=mine[0].epoch_samples if mine else None,
+            events=sorted(self.events, key=lambda event: event["t"]),
+            model_error=next((s.model_error for s in summaries if s.model_error), None),
+            **{**known, **_staleness(summaries, mine, 0 if synchronous else None), **facts},
+        )
+        if self.folder is not None:
+            write_result(self.folder.path, vars(result))
+        if result.model_error is not None:
+            warnings.warn(str(NotSaved(result.out, result.model_error)), stacklevel=2)
+        return result
+
+    def _count(self, event: str, workers: int) -> int:
+        """To how many workers such a thing has happened; who was left behind was lost, too."""
+        kinds = {"lost", "rejoined", "outlived"} if event == "lost" else {event}
+        told = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
+        return len({e["rank"] for e in told}) if event == "lost" else len(told)
+
+    def _last(self, name: str) -> Any:
+        values = [record[name] for record in self.metrics if name in record]
+        return values[-1] if values else None
+
+
+def _staleness(
+    summaries: Sequence[Summary], workers: Sequence[Summary], none: int | None
+) -> dict[str, Any]:
+    """The staleness of what workers applied; ``none``, where nothing was."""
+    counted = sum(summary.stale_count for summary in workers)
+    ages: Counter[int] = Counter()
+    for summary in summaries:
+        ages.update(dict(summary.stale_ages))
+    return {
+        "staleness_mean": sum(s.stale_total for s in workers) / counted if counted else none,
+        "staleness_max": max(s.stale_max for s in workers) if counted else none,
+        "staleness_counts": [[age, count] for age, count in sorted(ages.items())],
+    }
+
+
+def _with_totals(record: Metric, summaries: Sequence[Summary]) -> Metric:
+    """A record with what all ranks had done by then, where they have kept account of it."""
+    histories = [summary.history for summary in summaries]
+    if not any(histories):
+        return record
+    samples, nbytes = totals_at(record["t"], histories)
+    return {**record, "all_samples": samples, "all_bytes": nbytes}

@@ -1,0 +1,227 @@
+"""The folder of a run, read as a timeline."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.common.reading import parse_object, read_object, read_text, taken_from, why
+from paceline.errors import UsageError, summary_of
+from paceline.record.folder import CONFIG, METRICS, TRACE
+from paceline.record.trace import outline, read
+from paceline.report.timeline.items import KINDS, Item, Point, Span, cut, shift
+from paceline.report.timeline.lanes import Event, Lane, PostOffice, start_of
+
+
+@dataclass
+class RankTimes:
+    """When a rank begins; of a worker, when its first step and gradient were due, and its last."""
+
+    start_s: float
+    first_step_s: float | None = None
+    ready_s: float = 0.0
+    last_step_s: float = 0.0
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it has made a step."""
+        return self.first_step_s is not None
+
+
+class TracedRun:
+    """The folder of a run, as a timeline needs it.
+
+    Times in what it tells are seconds since the first gradient of any worker was ready, so that two
+    runs can be laid over each other.
+
+    Attributes:
+        name: ``real`` or ``simulated``.
+        about: strategy, workers and place, in words.
+        times: of each rank.
+        zero_s: when the first gradient was ready, on the run's own clock.
+        start_s: when the first rank begins.
+        begin_s: when the first step begins.
+        end_s: when the last step ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with taken_from(rule([path])):
+            self._look()
+
+    def _look(self) -> None:
+        path = self.path
+        self._source = _Source(path)
+        config = _config(path)
+        self.name = "simulated" if config.get("world") == "simulated" else "real"
+        self.about = _about(config)
+        self.times = self._scan()
+        workers = [times for times in self.times.values() if times.is_worker]
+        if not workers:
+            raise unfit(path, f"no worker has made a step in its {TRACE}")
+        self.zero_s = min(times.ready_s for times in workers)
+        self.start_s = min(times.start_s for times in self.times.values()) - self.zero_s
+        self.begin_s = (
+            min(t.first_step_s for t in workers if t.first_step_s is not None) - self.zero_s
+        )
+        self.end_s = max(times.last_step_s for times in workers) - self.zero_s
+
+    def _scan(self) -> dict[int, RankTimes]:
+        times: dict[int, RankTimes] = {}
+        for record in self._source.outline():
+            mine = times.setdefault(record["rank"], RankTimes(start_of(record)))
+            if record["event"] != "step":
+                continue
+            if "step_s" not in record:
+                raise unfit(self.path, "its trace has no durations: it is of an older version")
+            if mine.first_step_s is None:
+                mine.first_step_s = record["t"] - record["step_s"]
+                mine.ready_s = record["t"] - record["wait_s"] - record["apply_s"]
+            mine.last_step_s = record["t"]
+        return dict(sorted(times.items()))
+
+    def label(self, rank: int) -> str:
+        """A rank as people call it."""
+        return f"rank {rank}" if self.times[rank].is_worker else f"rank {rank} (serves)"
+
+    def items(self, from_s: float = -math.inf, to_s: float = math.inf) -> Iterator[Item]:
+        """All that happened between two moments; of each rank, its spans in order."""
+        for item in self._items():
+            if (part := cut(shift(item, -self.zero_s), from_s, to_s)) is not None:
+                yield part
+
+    def _items(self) -> Iterator[Item]:
+        post_office = PostOffice()
+        lanes = {
+            rank: Lane(rank, times.is_worker, times.start_s) for rank, times in self.times.items()
+        }
+        for record in self._source.records():
+            lane = lanes[record["rank"]]
+            yield from post_office.look_at(record, lane)
+            yield from lane.closed(record)
+        for lane in lanes.values():
+            yield from lane.rest()
+        yield from self._points()
+
+    def _points(self) -> Iterator[Point]:
+        for path in sorted(self.path.glob(METRICS.replace(".", "*."))):
+            for record in self._logged(path):
+                for name in ("loss", "accuracy"):
+                    if isinstance(record.get(name), float) and record["rank"] in self.times:
+                        yield Point(record["rank"], name, record["t"], record[name])
+
+    def _logged(self, path: Path) -> list[Event]:
+        """The records of a file of metrics; a line that a rank did not live to end is left out."""
+        try:
+            lines = read_text(path).splitlines(keepends=True)
+            return [parse_object(line) for line in lines if line.endswith("\n")]
+        except (OSError, ValueError) as error:
+            raise unfit(self.path, f"{path.name} cannot be read: {why(error)}") from None
+
+
+def names_of(runs: Sequence[TracedRun]) -> list[str]:
+    """What runs are called beside each other: their folder says which, if nothing else does."""
+    count = Counter(run.name for run in runs)
+    return [run.name if count[run.name] == 1 else f"{run.name} ({run.path})" for run in runs]
+
+
+def unfit(path: Path, reason: str) -> UsageError:
+    """The error of a folder that has no timeline."""
+    return UsageError(f"{rule([path])}: {reason}")
+
+
+def rule(paths: Sequence[Path]) -> str:
+    """The beginning of a complaint about what folders of runs hold."""
+    names = ", ".join(map(str, paths))
+    return f"run ({names}) must be the folder that a run with --out, or out=..., has written"
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The run's configuration; of a run by another launcher there is none."""
+    try:
+        return read_object(path / CONFIG)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise unfit(path, f"{CONFIG} cannot be read: {why(error)}") from None
+
+
+def _about(config: dict[str, Any]) -> str:
+    if not config:
+        return "by another launcher"
+    method = str(config["strategy"]).partition("(")[0].lower()
+    simulated = config["world"] == "simulated"
+    place = config["cluster"]["name"] if simulated else config["world"].replace("_", " ")
+    return f"{method}, {config['workers']} workers, {place}"
+
+
+# Records -----------------------------------------------------------------------------------------
+
+
+class _Source:
+    """The records of a folder: one trace, or those of ranks that a launcher has started."""
+
+    def __init__(self, path: Path) -> None:
+        self._whole = path / TRACE
+        parts = [p.name for p in path.glob("trace.*.jsonl") if p.is_file()]
+        found = (re.fullmatch(r"trace\.(\d{1,9})\.jsonl", name) for name in parts)
+        self._parts = [path / name[0] for name in sorted(filter(None, found), key=_number)]
+        if not self._whole.is_file() and not self._parts:
+            raise unfit(path, f"it has no {TRACE}")
+        self._path = path
+
+    def records(self) -> Iterator[Event]:
+        """All records, in order of time."""
+        return self._read(read)
+
+    def outline(self) -> Iterator[Event]:
+        """The steps of all ranks, and the first record of each."""
+        return self._read(lambda path: outline(path, "step"))
+
+    def _read(self, reader: Callable[[Path], Iterator[Event]]) -> Iterator[Event]:
+        try:
+            if self._whole.is_file():
+                yield from reader(self._whole)
+            else:
+                parts = [_from_first_broadcast(reader(part)) for part in self._parts]
+                yield from heapq.merge(*parts, key=lambda record: float(record["t"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise unfit(self._path, f"its trace cannot be read: {summary_of(error)}") from None
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(match[1])
+
+
+def _from_first_broadcast(records: Iterable[Event]) -> Iterator[Event]:
+    """On a clock that all ranks share: each had its own, and all of them end ``setup`` at once."""
+    zero_s: float | None = None
+    for record in records:
+        if zero_s is None:
+            zero_s = record["t"]
+        yield {**record, "t": record["t"] - zero_s}
+
+
+class Tally:
+    """Seconds of each kind on each rank of a run: of workers, from their first step to the last."""
+
+    def __init__(self, run: TracedRun) -> None:
+        self._run = run
+        self.seconds = {rank: dict.fromkeys(KINDS, 0.0) for rank in run.times}
+
+    def add(self, item: Item) -> None:
+        """Count an item, if it is a span."""
+        if not isinstance(item, Span):
+            return
+        times, zero_s = self._run.times[item.rank], self._run.zero_s
+        start_s, end_s = item.start_s, item.end_s
+        if times.first_step_s is not None:
+            start_s = max(start_s, times.first_step_s - zero_s)
+            end_s = min(end_s, times.last_step_s - zero_s)
+        self.seconds[item.rank][item.kind] += max(0.0, end_s - start_s)

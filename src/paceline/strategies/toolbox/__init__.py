@@ -1,0 +1,1 @@
+"""What methods are built from: guards, topologies, the optimizer of a shard."""

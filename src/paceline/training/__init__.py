@@ -1,0 +1,1 @@
+"""What the user's training loop touches."""

@@ -1,0 +1,327 @@
+"""The keeper of a rank's state: it makes the rank's part of checkpoints, and takes one up again.
+
+All ranks stand still together when a checkpoint is made. The first worker decides when; workers
+come when the body of their loop is through, as the next batch is asked for, and then have the
+others come, servers and communicators. Nobody is in the middle of anything then, so that what each
+rank holds, together with the messages that wait for it, is all there is of the run. Those who are
+called meet, each in the life that it was called in; when one of these is over, the meeting is given
+up. Who is not called, as it was lost or comes late, has no part in the checkpoint: it joins the run
+that goes on from it.
+
+A run that takes up a checkpoint runs ``train`` from its top. Until it comes to where the checkpoint
+was made it only catches up: loaders give one batch of each epoch that was over, and steps are not
+made. What the loop does there is undone when the worker is there: model, optimizer, random
+generators and all that was given to ``worker.track`` are then as they were.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.disk import DISK, Disk
+from paceline.checkpoint.states import load_state, pack_state
+from paceline.checkpoint.store import Saved, Store
+from paceline.comm.base import Call
+from paceline.common.format import size as in_words
+from paceline.errors import PeerLost, UsageError
+from paceline.strategies.base import Staleness
+from paceline.training.loader import Place
+from paceline.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from paceline.training.session import Session
+
+_PHASES = 4
+
+
+class Stopped(BaseException):
+    """Ends a rank after the checkpoint that the run was asked to end with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """When a run makes checkpoints, and what it goes on from; numbers and texts only.
+
+    Args:
+        folder: where they are.
+        steps: after so many steps of the first worker.
+        minutes: after so many minutes of the run's clock.
+        resume: the folder of the one to take up.
+    """
+
+    folder: str
+    steps: int | None = None
+    minutes: float | None = None
+    resume: str | None = None
+
+
+class CheckpointParticipant:
+    """What one rank does for checkpoints.
+
+    Args:
+        plan: when they are made.
+        tell: hears of each file that this rank has written.
+        disk: what it is written to.
+    """
+
+    def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
+        self._plan, self._tell = plan, tell
+        self._store = Store(Path(plan.folder), disk=disk)
+        self._answered, self._call = 0, Call()
+        self._made_s = 0.0
+        self._state: dict[str, Any] = {}
+        self._steps_left: int | None = None
+        self._stop_asked = False
+
+    def bind(self, session: Session) -> None:
+        """Keep the state of this worker, or of the rank that is none."""
+        self._session, self._transport = session, session.transport
+        self._everyone = range(session.world.size)
+        self._answered = self._transport.called().number  # who comes late was not called
+        if session.rank == 0:
+            self._check_room()
+
+    def ask_to_stop(self) -> None:
+        """Have a last checkpoint made, after which the run ends."""
+        self._stop_asked = True
+
+    # Making one ----------------------------------------------------------------------------------
+
+    @property
+    def _drift(self) -> int | None:
+        """How far workers can be apart; None where each may stop after any step."""
+        return None if self._stepper.alone else self._session.strategy.drift
+
+    @property
+    def _stepper(self) -> Stepper:
+        assert self._session.stepper is not None
+        return self._session.stepper
+
+    def _check_room(self) -> None:
+        """Refuse a disk that has no room for two checkpoints; the optimizer's part is a guess."""
+        x = self._stepper.replica.flat.x
+        needed = 2 * len(self._everyone) * 3 * x.nbytes
+        free = shutil.disk_usage(self._plan.folder).free
+        if free < needed:
+            raise UsageError(
+                f"checkpoints in {self._plan.folder} need {in_words(needed)}, and"
+                f" {in_words(free)} are free"
+            )
+
+    def after_step(self) -> None:
+        """Make a checkpoint, if one is due after this step."""
+        if self._session.leads:
+            self._call_if_due()
+        call, steps, drift = self._transport.called(), self._stepper.steps, self._drift
+        if drift is not None and (self._was_lost() or self._is_late_for_some()):
+            return  # who has come later, or again, counts other steps than the rest
+        called = call.number > self._answered and (drift is None or steps >= call.step)
+        regular = drift is not None and self._is_regular(steps)
+        if called:
+            self._answered, self._call = call.number, call
+        if called and call.lives[self._session.rank] != self._transport.life(self._session.rank):
+            if call.stop:  # it has come too late to be saved
+                raise Stopped
+        elif called or regular:
+            self._save(call.number if drift is None else steps, called and call.stop)
+
+    def _is_regular(self, steps: int) -> bool:
+        return self._plan.steps is not None and steps % self._plan.steps == 0
+
+    def _was_lost(self) -> bool:
+        """Whether a rank is lost, or was and has come again."""
+        lives = map(self._transport.life, self._everyone)
+        return bool(self._transport.lost()) or any(life > 1 for life in lives)
+
+    def _is_late_for_some(self) -> bool:
+        """Whether there are ranks that come after the beginning."""
+        return len(self._transport.starters()) < len(self._everyone)
+
+    def _call_if_due(self) -> None:
+        """Call the others to a checkpoint, unless a rank is missing that it needs."""
+        call, steps, drift = self._transport.called(), self._stepper.steps, self._drift
+        waited_s = self._transport.now() - self._made_s
+        by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
+        due = self._stop_asked or by_time or (drift is None and self._is_regular(steps))
+        if not due or call.number > self._answered or self._misses_one():
+            return
+        self._made_s = self._transport.now()
+        after = max(steps, call.step + 1) if drift is None else steps + drift + 1
+        over = _PHASES * call.number + _PHASES - 1 if drift is None else 0
+        self._transport.call(call.number, after, self._stop_asked, over)
+
+    def _misses_one(self) -> bool:
+        """Whether a server or communicator is not here; where all keep step, if any was lost."""
+        if self._drift is not None:
+            return self._was_lost()
+        others = self._everyone[self._session.size :]
+        return not set(others) <= set(self._transport.alive())
+
+    def _save(self, number: int, stop: bool) -> None:
+        session, strategy = self._session, self._session.strategy
+        x = self._stepper.replica.flat.x
+        self._stepper.settle()
+        if not self._stepper.alone:
+            strategy.before_meeting(number)
+        workers = [rank for rank in self._members if rank < session.size]
+        if self._meet(number, 1, workers):
+            if session.rank == workers[0]:
+                self._summon(number, stop)
+            self.save_together(number, stop)
+        if not self._stepper.alone:
+            strategy.go_on(x)
+        self._transport.resume()
+
+    @property
+    def _lives(self) -> Sequence[int]:
+        """The lives of those who meet: of all ranks, or those that were called."""
+        return self._call.lives if self._drift is None else [1] * len(self._everyone)
+
+    @property
+    def _members(self) -> list[int]:
+        """Those who meet."""
+        return [rank for rank, life in enumerate(self._lives) if life]
+
+    def _meet(self, number: int, phase: int, members: Sequence[int]) -> bool:
+        return self._transport.meet(_PHASES * number + phase, members, self._lives)
+
+    def _summon(self, number: int, stop: bool) -> None:
+        """Call the ranks that are no workers; where one is lost, the meeting is given up."""
+        for rank in self._everyone[self._session.size :]:
+            try:
+                self._session.strategy.summon(rank, number, stop)
+            except PeerLost:
+                if not self._session.world.elastic:
+                    raise
+
+    def save_together(self, number: int, stop: bool) -> None:
+        """Save the state of this rank at the same moment as all the others."""
+        transport, session = self._transport, self._session
+        if session.rank >= session.size:
+            self._call = transport.called()
+        if self._drift is None and self._call.number != number:
+            return  # there is another call by now
+        members = self._members
+        if not self._meet(number, 2, members):
+            return
+        transport.resume()  # whose generators are saved
+        step = self._call.step if self._drift is None else number
+        content, now_s = pack_state(self._read(members)), transport.now()
+        self._made_s = now_s
+        if self._meet(number, 3, members):
+            saved = self._store.save_rank(step, session.rank, now_s, content)
+            self._tell(replace(saved, ranks=tuple(members)))
+            if stop:
+                raise Stopped
+
+    def _read(self, members: Sequence[int]) -> dict[str, Any]:
+        """All that this rank has to have again; the first one keeps what all share."""
+        session, stepper = self._session, self._stepper
+        others = [rank for rank in self._everyone if rank not in members]
+        state: dict[str, Any] = {
+            "strategy": session.strategy.state_dict(),
+            "stale": vars(session.strategy.stale),
+            "guard": session.strategy.guard.state(),
+            "transport": self._transport.snapshot(others if session.rank == members[0] else None),
+            "generators": read_generators(session.device),
+            "pace": stepper.state(),
+            "answered": self._answered,
+        }
+        if session.rank < session.size:
+            session.check_places()
+            state |= session.own_state()
+        return state
+
+    # Taking one up -------------------------------------------------------------------------------
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self._plan.resume is not None
+
+    def take_up(self) -> None:
+        """Take up the state of this rank, once all others are here to do the same."""
+        session = self._session
+        state = self._state = load_state(Path(self._plan.resume or ""), f"rank{session.rank}")
+        session.strategy.load_state_dict(state["strategy"])
+        session.strategy.stale = Staleness(**state["stale"])
+        session.strategy.guard.load_state(state["guard"])
+        self._transport.restore(state["transport"])
+        self._stepper.load_state(state["pace"])
+        self._made_s, self._answered = self._transport.now(), state["answered"]
+        if session.rank < session.size:
+            session.show_again(state)
+            self._begin_to_catch_up(state["loaders"])
+        else:
+            write_generators(state["generators"], session.device)
+        self.await_starters()
+        session.strategy.resumed()
+
+    def await_starters(self) -> None:
+        """Wait until all have their state again that are there from the beginning."""
+        starters = self._transport.starters()
+        lives = [int(rank in starters) for rank in self._everyone]
+        self._transport.meet(_PHASES - 1, starters, lives)
+
+    def _begin_to_catch_up(self, loaders: list[Any]) -> None:
+        session, places = self._session, [Place(*place) for place in loaders]
+        if not any(place.under_way for place in places):
+            self._steps_left = self._stepper.steps
+            places = [Place() for _ in places]
+        self._stepper.skipping = True
+        session.go_on_from(places, self._state["epochs_done"])
+
+    def step_skipped(self) -> None:
+        """Hear of a step that lies before the checkpoint; the last one may be where it was made."""
+        if self._steps_left:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self.catch_up()
+
+    def catch_up(self) -> None:
+        """Be where the checkpoint was made: from here on everything counts."""
+        session, state = self._session, self._state
+        if not self._state:
+            return
+        self._stepper.skipping = False
+        session.load_own_state(state)
+        write_generators(state["generators"], session.device)
+        if not self._stepper.alone:
+            session.strategy.go_on(self._stepper.replica.flat.x)
+        self._state = {}
+        self._transport.resume()
+
+
+# Random generators -------------------------------------------------------------------------------
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """The states of the global random generators."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "python": (version, torch.tensor(words), gauss),
+    }
+
+
+def write_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Put the global random generators into the states that :func:`read_generators` gave."""
+    kind, keys, *rest = state["numpy"]
+    version, words, gauss = state["python"]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate((version, tuple(words.tolist()), gauss))

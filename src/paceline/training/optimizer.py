@@ -1,0 +1,97 @@
+"""The optimizer that the user holds: it charges time, calls the strategy, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.training.stepper import Stepper
+
+
+class PacedOptimizer(Optimizer):
+    """The user's own optimizer, paced by a strategy.
+
+    A ``torch.optim.Optimizer`` in every respect: schedulers and gradient scalers take it, and its
+    ``param_groups``, ``state`` and ``defaults`` are those of the optimizer inside.
+    """
+
+    inner: Optimizer
+    _stepper: Stepper
+    _step_supports_amp_scaling = True
+    """A scaler hands its findings over instead of skipping a step: ranks agree on them."""
+
+    def __init__(self, inner: Optimizer, stepper: Stepper) -> None:
+        # Optimizer.__init__ would copy the groups; __setstate__ makes its hooks and no more.
+        super().__setstate__({"inner": inner, "_stepper": stepper})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch: an attribute
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]  # torch: an attribute
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # torch: an attribute
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of the strategy; a ``closure`` is evaluated once, before it."""
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return self._step_with_hooks(closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it as it has the inner one's
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stepper.step(self._take_overflow())
+        return loss
+
+    _step_with_hooks = Optimizer.profile_hook_step(_step)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters are laid out once, at ``worker.setup``."""
+        raise UsageError("add_param_group must be called before worker.setup")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"Paced{self.inner!r}"
+
+    def _take_overflow(self) -> bool:
+        """Undo a gradient scaler's scale, and say whether it found an infinite gradient.
+
+        A scaler leaves both as attributes for the time of the step.
+        """
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            for grad in grads:
+                if grad is not None:
+                    grad.div_(scale)
+        return bool(getattr(self, "found_inf", False))

@@ -1,0 +1,115 @@
+"""Whether workers that keep step also step with the same learning rates.
+
+A scheduler that follows a metric of one worker, such as ``ReduceLROnPlateau`` on its own loss,
+gives each worker other rates. Where all apply the same update, replicas then drift apart. Workers
+look at the rates of one another seldom and without waiting, and once more at the end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Comm
+    from paceline.model.replica import Replica
+    from paceline.strategies.base import Strategy
+
+EVERY = 64
+"""Steps between two looks."""
+REMEMBERED = 4096
+"""Changes of its rates that a worker remembers: others may have made fewer steps."""
+
+
+class Rates:
+    """The learning rates of one worker, beside those of the others.
+
+    Args:
+        strategy: the method; a synchronous one.
+        replica: whose optimizer has them.
+    """
+
+    def __init__(self, strategy: Strategy, replica: Replica) -> None:
+        self._strategy, self._replica = strategy, replica
+        self._step = 0
+        self._changes = deque[tuple[int, list[float]]](maxlen=REMEMBERED)
+
+    def after_step(self, step: int) -> None:
+        """Remember the rates of a step; now and then show them, and look at a neighbour's."""
+        self._step, lrs = step, self._replica.lrs()
+        if not self._changes or lrs != self._changes[-1][1]:
+            self._changes.append((step, lrs))
+        if step % EVERY == 0 and self._strategy.equal_rates:
+            self._look()
+
+    def _at(self, step: int) -> list[float] | None:
+        """The rates of a step; None where they are not known, or not known any more."""
+        if step > self._step:
+            return None
+        return next((lrs for first, lrs in reversed(self._changes) if first <= step), None)
+
+    def _look(self) -> None:
+        comm = self._strategy.comm.uncharged()
+        shown = [float(self._step), *(self._at(self._step) or ())]
+        comm.publish(torch.tensor(shown, dtype=torch.float64))
+        others = [rank for rank in comm.alive() if rank < self._strategy.workers]
+        neighbour = next((rank for rank in others if rank > comm.rank), others[0])
+        if neighbour == comm.rank or (seen := comm.peek(neighbour)) is None:
+            return
+        step, *theirs = seen[1].tolist()
+        ours = self._at(round(step))
+        if ours is not None and ours != theirs:
+            told = _difference(round(step), {comm.rank: ours, neighbour: theirs})
+            raise UsageError(f"{told}. {self._advice}")
+
+    def at_end(self) -> None:
+        """Compare the rates of the last step that all have made who have made any."""
+        step, rates = self._strategy.among_live(self._gather, measuring=True)
+        if all(lrs == next(iter(rates.values())) for lrs in rates.values()):
+            return
+        told = f"{_difference(step, rates)}. {self._advice}"
+        if self._strategy.equal_rates:
+            raise UsageError(told)
+        if self._strategy.comm.rank == min(rates):
+            warnings.warn(told, stacklevel=2)
+
+    def _gather(self, workers: Comm) -> tuple[int, dict[int, list[float]]]:
+        """That step, and the rates in it of those who know them."""
+        own, count = self._strategy.comm.rank, self._strategy.workers
+        steps = torch.zeros(count, dtype=torch.float64)
+        steps[own] = self._step
+        workers.all_reduce(steps)
+        step = round(min((step for step in steps.tolist() if step), default=0))
+        table = torch.zeros(count, 1 + len(self._replica.lrs()), dtype=torch.float64)
+        if (lrs := self._at(step)) is not None:
+            table[own] = torch.tensor([1.0, *lrs], dtype=torch.float64)
+        workers.all_reduce(table)
+        known = [(rank, row) for rank, row in enumerate(table.tolist()) if row[0]]
+        return step, {rank: lrs for rank, (_, *lrs) in known}
+
+    @property
+    def _advice(self) -> str:
+        name = type(self._strategy).__name__
+        rule = f"{name} keeps replicas equal only while these are; " * self._strategy.equal_rates
+        return (
+            f"{rule}a scheduler must go by what is the same on all of them. Of a metric that is its"
+            " mean: scheduler.step(worker.reduce(loss))"
+        )
+
+
+def _difference(step: int, rates: dict[int, list[float]]) -> str:
+    """Two ranks with unequal rates at a step, and their rates."""
+    first, *others = rates
+    other = next(rank for rank in others if rates[rank] != rates[first])
+    pairs = enumerate(zip(rates[first], rates[other], strict=True))
+    group, (one, two) = next((group, pair) for group, pair in pairs if pair[0] != pair[1])
+    where = f" of parameter group {group}" if len(rates[first]) > 1 else ""
+    return (
+        f"in step {step} the learning rate{where} is {one:g} on rank {first} and {two:g} on rank"
+        f" {other}"
+    )

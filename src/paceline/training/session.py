@@ -1,0 +1,502 @@
+"""The life of one rank in a run: it agrees, starts or joins, trains or serves, and finishes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.comm.base import Comm
+from paceline.comm.metered import Meter, MeteredTransport
+from paceline.errors import (
+    CommTimeout,
+    LeftBehind,
+    PeerLost,
+    PeersGone,
+    ServingDone,
+    Untrained,
+    UsageError,
+)
+from paceline.model.replica import Replica
+from paceline.record.result import Metric
+from paceline.strategies.base import RankListener, Strategy
+from paceline.training.agreement import check_agreement, facts_of
+from paceline.training.buffers import SharedBuffers
+from paceline.training.checkpointing import CheckpointParticipant, read_generators, write_generators
+from paceline.training.hand import DrawnBatch, Hand, Pass
+from paceline.training.hooks import Loads
+from paceline.training.listener import Listener
+from paceline.training.loader import PacedLoader, Place
+from paceline.training.optimizer import PacedOptimizer
+from paceline.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from paceline.sim.compute import Costs
+
+HEARTBEAT_S = 0.25
+"""How often, at most, a worker tells how far it is."""
+
+
+class Session(RankListener):
+    """One rank of a run, from its start to its end.
+
+    Args:
+        transport: the world that the rank is in.
+        strategy: the method, as an object.
+        workers: how many there are; ranks from there on serve.
+        seed: the run's.
+        device: where the model and the batches go.
+        costs: what computing takes in virtual time; None where time is real.
+        listener: hears what the rank tells.
+        elastic: whether the run goes on among those that are left when a rank is lost.
+        checkpointing: makes the rank's part of checkpoints, if there are any.
+
+    Attributes:
+        world: all ranks; ``comm``: the workers among themselves.
+        hand: the batches that were drawn for no step so far.
+        epochs, epochs_done: planned, and taken.
+        consensus: how far the workers were apart just before the end.
+        unseen_batches: how many were lost with their workers.
+        epoch_samples: how many samples all workers take in an epoch; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        transport: MeteredTransport,
+        strategy: Strategy,
+        *,
+        workers: int,
+        seed: int,
+        device: str = "cpu",
+        costs: Costs | None = None,
+        listener: Listener | None = None,
+        elastic: bool = False,
+        checkpointing: CheckpointParticipant | None = None,
+    ) -> None:
+        self.rank, self.size, self.seed = transport.rank, workers, seed
+        self.transport, self.strategy = transport, strategy
+        self.device = torch.device(device)
+        self.world = Comm(transport, elastic=elastic)
+        self.comm = self.world.group([*range(workers)] if self.rank < workers else [self.rank])
+        self.listener, self.checkpointing = listener or Listener(), checkpointing
+        self.consensus: float | None = None
+        self.unseen_batches = 0
+        self.epoch_samples: int | None = None
+        self.epochs: int | None = None
+        self.epochs_done = 0.0
+        self.stepper: Stepper | None = None
+        self.model: nn.Module | None = None
+        self.loaders: dict[int, PacedLoader] = {}
+        self.hand = Hand(self.world.done_with, self._forget)
+        self.places: dict[int, Place] = {}
+        self.tracked: dict[str, Any] = {}
+        self.finished = False
+        self._costs, self._told_s, self._stepped = costs, 0.0, False
+
+    # Beginning -----------------------------------------------------------------------------------
+
+    def begin(self, model: nn.Module, optimizer: Optimizer) -> PacedOptimizer:
+        """Tie a model and its optimizer to the run; a rank that is no worker serves, and ends."""
+        model.to(self.device)
+        alone = self.transport.size == 1  # then this is the plain optimizer, bit for bit
+        replica = Replica(model, optimizer, self.transport.allocate, aligned=alone)
+        self.transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
+        stepper = Stepper(self.strategy, replica, self.transport, self._costs, alone, self)
+        self.stepper, self.model = stepper, model
+        self.buffers = SharedBuffers(model, replica, self)
+        self.loads = Loads(model, stepper, self.settle)
+        self.strategy.bind(self.world, replica, self.size, self.seed, self)
+        if self.checkpointing is not None:
+            self.checkpointing.bind(self)
+        try:
+            if not alone:
+                self._agree(model, replica)
+            if self._resumes and not self.transport.late:
+                self._go_on(replica.flat.x)
+            elif not alone:
+                self._start(replica.flat.x)
+        except LeftBehind:
+            stepper.come_back()
+        self.listener.ready()
+        stepper.account_first()
+        self.transport.resume()
+        return PacedOptimizer(optimizer, stepper)
+
+    @property
+    def _resumes(self) -> bool:
+        return self.checkpointing is not None and self.checkpointing.resumes
+
+    def _agree(self, model: nn.Module, replica: Replica) -> None:
+        """Find out whether all that begin together have the same model, method, seed, version."""
+        if not self.transport.late:
+            starters = self.transport.starters()
+            comm = Comm(self.transport.inner.uncharged(), starters, self.world.elastic)
+            check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
+
+    def _go_on(self, x: Tensor) -> None:
+        """Go on from a checkpoint, instead of a start."""
+        assert self.checkpointing is not None
+        if self.transport.size > 1:
+            with self.transport.free():
+                self.strategy.setup(x)
+        self.checkpointing.take_up()
+        self._serve_unless_worker(x)
+
+    def _start(self, x: Tensor) -> None:
+        if not self.transport.late:
+            self.buffers.show_first()
+            self.strategy.setup(x)
+            self._serve_unless_worker(x)
+            self.buffers.take_first()
+        elif self.rank < self.size:
+            if self.checkpointing is not None and self.checkpointing.resumes:
+                self.checkpointing.await_starters()
+            self._join(self.strategy.join, x)
+            self.buffers.take_fixed()
+            self.buffers.adopt()
+            self.transport.arrived()
+            self.tell("joined")
+        else:
+            facts = self.strategy.succeed(x)
+            self.transport.arrived()
+            self.tell("succeeded", **facts)
+            self._serve_unless_worker(x)
+
+    def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
+        """Take part, for the first time or again, unless the others have come to their end."""
+        others = {*range(self.size)} - {self.rank}
+        while True:
+            try:
+                return join(x)
+            except (PeersGone, PeerLost) as error:
+                if not others.isdisjoint(self.world.alive()):
+                    raise error from None
+                if not others.isdisjoint(self.world.left()):
+                    raise ServingDone from None
+                self.world.await_change(error)  # one that was merely stopped may come back
+
+    def _serve_unless_worker(self, x: Tensor) -> None:
+        if self.rank < self.size:
+            return
+        stepper = self.running
+        self.listener.ready()
+        stepper.account_first()
+        self.transport.account_sends(stepper.history)
+        with suppress(PeersGone):
+            self.strategy.serve(x)
+        stepper.account(last=True)
+        raise ServingDone
+
+    # Batches -------------------------------------------------------------------------------------
+
+    def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
+        """Hear from a loader of a batch: charge its loading, and count its samples."""
+        transport, costs, training = self.transport, self._costs, self.trains
+        self.hand.draw(loop, training)
+        loop.held.append(batch)
+        if self.catching_up:
+            return
+        if costs is not None:
+            transport.compute(costs.loading_s(batch.samples, transport.now()))
+        load_s = transport.now() - asked_s
+        facts: Metric = {"epoch": batch.epoch, "index": batch.number, "samples": batch.samples}
+        facts["load_s"] = load_s
+        if costs is not None and not training:
+            facts["forward_s"] = costs.forward_s(batch.samples)
+            transport.compute(facts["forward_s"])
+        transport.note("batch", **facts)
+        if self.stepper is not None:
+            self.stepper.io_s += load_s
+        if training and self.stepper is not None:
+            self.stepper.drew(batch.samples, batch.full)
+            loop.samples += batch.samples
+            self.epochs_done = max(self.epochs_done, batch.epochs_done)
+            self._tell_progress(self.stepper.steps)
+        transport.resume()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step may be made of a batch that comes now."""
+        return torch.is_grad_enabled() and not (self.stepper and self.stepper.paused)
+
+    def _forget(self, samples: int) -> None:
+        """Have samples count for no step: their batch was only looked at."""
+        if self.stepper is not None:
+            self.stepper.forget(samples)
+
+    def between_batches(self) -> None:
+        """Hear that the loop's body is through; after a step, a checkpoint may be due."""
+        if self.checkpointing is not None and self._stepped:
+            self._stepped = False
+            self.running.keep_up(self.checkpointing.after_step)
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        """Draw the number of the next batch; see :meth:`Comm.ticket`."""
+        while True:
+            try:
+                return self.world.ticket(queue, epoch)
+            except LeftBehind:
+                self.running.keep_up(self.transport.alive)
+
+    @property
+    def progress(self) -> float:
+        """The share of the planned samples that all workers have taken, as this one knows it."""
+        if self.epochs is None:
+            raise UsageError("progress needs a plan: worker.setup_dataloaders(loader, epochs=...)")
+        return min(1.0, self.epochs_done / self.epochs)
+
+    def _tell_progress(self, steps: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._told_s + HEARTBEAT_S:
+            self._told_s = now_s
+            share = self.progress if self.epochs else None
+            self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})
+
+    # Steps (StepListener) ------------------------------------------------------------------------
+
+    @property
+    def may_return(self) -> bool:
+        """Whether this rank may rejoin after it was left behind."""
+        return self.rank < self.size and not self.strategy.synchronous
+
+    def step_asked(self) -> None:
+        """Tell what a step is made of from what was only looked at."""
+        self.hand.before_step()
+
+    def step_skipped(self) -> None:
+        """Count a step that lies before the checkpoint that the run goes on from."""
+        if self.checkpointing is not None:
+            self.checkpointing.step_skipped()
+
+    def before_step(self) -> None:
+        """Refuse a step from weights that the method knows nothing of."""
+        self.loads.check_step()
+
+    def after_step(self) -> None:
+        """Have done with the batches of a step; show buffers, and make a checkpoint, if due."""
+        self.hand.after_step()
+        self.buffers.after_step()
+        if self.checkpointing is not None:
+            self._stepped = True
+            if not any(loader.under_way for loader in self.loaders.values()):
+                self.between_batches()
+
+    def rejoin(self, x: Tensor) -> None:
+        """Take the state of the others, in another life."""
+        try:
+            self._join(self.strategy.rejoin, x)
+        except ServingDone:
+            self.tell("outlived")
+            raise
+        self.buffers.adopt()
+
+    def has_returned(self) -> None:
+        """In another life, nothing counts that was under way: others have its batches by now."""
+        self.loads.forget()
+        self.hand.drop()
+        for loader in self.loaders.values():
+            loader.give_up_tickets()
+        for span in self.running.replica.flat.spans:
+            span.parameter.grad = None
+        self.tell("rejoined")
+
+    def settle(self) -> None:
+        """Finish what the last step left pending."""
+        self.running.settle()
+        self.transport.resume()
+
+    # Ending --------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Flush what is pending and leave the method's answer in the model. Idempotent."""
+        if self.stepper is None or self.finished:
+            return
+        self.finished = True
+        self.hand.close_all()
+        self.loads.end(partial(self._come_to_the_end, self.stepper))
+
+    def _come_to_the_end(self, stepper: Stepper) -> None:
+        self.catch_up()
+        self.transport.retire()
+        stepper.settle()
+        trained = stepper.steps > 0 if stepper.alone else self._finish_together(stepper)
+        stepper.account(last=True)
+        stepper.paused = "after worker.finish"
+        stepper.replica.release()
+        self.transport.note("finish")
+        self.transport.resume()
+        if stepper.drew_in_vain and not trained:
+            raise Untrained(
+                "batches were drawn to train with, and no worker made a step: call step() of the"
+                " optimizer that worker.setup returned; only to evaluate, use torch.no_grad()"
+            )
+
+    def _finish_together(self, stepper: Stepper) -> bool:
+        """End with the other workers; whether any of them has made a step, or may have."""
+        x = stepper.replica.flat.x
+        before = x.clone()
+        stepper.keep_up(lambda: self.strategy.finish(x), again=True)
+        self.unseen_batches = sum(loader.unseen() for loader in self.loaders.values())
+        if self.buffers.are_averaged:
+            stepper.keep_up(self.buffers.average, again=True)
+        measured = stepper.keep_up(lambda: self._measure(before, stepper.steps), again=True)
+        if self.strategy.synchronous:
+            with suppress(CommTimeout):
+                stepper.keep_up(stepper.rates.at_end, again=True)
+        return measured is not False
+
+    def _measure(self, x: Tensor, steps: int) -> bool | None:
+        """Find out how far the workers are apart, and whether any of them has made a step.
+
+        None where that is not known. The distance is the root of the workers' mean square distance
+        to their mean, over the norm of the mean.
+        """
+        try:
+            measured = self.strategy.among_live(partial(_spread, x, steps), measuring=True)
+        except CommTimeout:
+            return None
+        mean, square, all_steps, count = measured
+        norm = float(mean.double().norm())
+        distance = math.sqrt(square / count) / norm if norm else 0.0
+        self.consensus = distance if math.isfinite(distance) else None
+        return None if count == 1 else all_steps > 0
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether ``train`` is still before the checkpoint that the run goes on from."""
+        return self.stepper is not None and self.stepper.skipping
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the user's objects on this worker."""
+        assert self.model is not None
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.running.replica.optimizer.state_dict(),
+            "rest": self.buffers.state(),
+            "tracked": {name: thing.state_dict() for name, thing in self.tracked.items()},
+            "loaders": [tuple(loader.place) for loader in self.loaders.values()],
+            "epochs_done": self.epochs_done,
+        }
+
+    def check_places(self) -> None:
+        """Refuse a place in the data that nobody can go on from."""
+        loaders = self.loaders.values()
+        if any(loader.under_way for loader in loaders):
+            return
+        if any(loader.sharing == "queue" and loader.epoch for loader in loaders):
+            raise UsageError(
+                "a checkpoint needs steps to be made inside the loop over a loader whose batches"
+                ' come from a queue; or share them out: setup_dataloaders(loader, data="static")'
+            )
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Put the user's objects into the state that :meth:`own_state` gave."""
+        replica = self.running.replica
+        self._load_model(state)
+        replica.optimizer.load_state_dict(state["optimizer"])
+        replica.optimizer.zero_grad()
+        for name, thing in self.tracked.items():
+            if name not in state["tracked"]:
+                raise UsageError(f"the checkpoint has no {name} that worker.track was given")
+            thing.load_state_dict(state["tracked"][name])
+
+    def _load_model(self, state: dict[str, Any]) -> None:
+        assert self.model is not None
+        with self.loads.ignored():
+            self.model.load_state_dict(state["model"])
+        if "rest" in state:  # a checkpoint of an earlier version has none
+            self.buffers.load_state(state["rest"])
+
+    def show_again(self, state: dict[str, Any]) -> None:
+        """Let others see what they saw of this worker when its state was saved."""
+        if not (self.running.alone or self.buffers.rest.is_empty):
+            self._load_model(state)
+            self.buffers.show_again()
+
+    def go_on_from(self, places: list[Place], epochs_done: float) -> None:
+        """Have the loaders, those that are here and those to come, go on from these places."""
+        self.places, self.epochs_done = dict(enumerate(places)), epochs_done
+        for number, loader in enumerate(self.loaders.values()):
+            if number in self.places:
+                loader.go_on(self.places[number], self.catching_up)
+
+    def catch_up(self) -> None:
+        """Be where the checkpoint was made that the run goes on from, if there is one."""
+        if self.checkpointing is not None:
+            self.checkpointing.catch_up()
+
+    @contextmanager
+    def for_nothing(self) -> Iterator[None]:
+        """Inside, steps are not made and nothing is recorded; afterwards all is as it was."""
+        stepper, state = self.running, copy.deepcopy(self.own_state())
+        generators = read_generators(self.device)
+        stepper.skipping = True
+        try:
+            yield
+        finally:
+            stepper.skipping = False
+            self.load_own_state(state)
+            write_generators(generators, self.device)
+
+    def summoned(self, number: int, stop: bool) -> None:
+        """Save this rank, which is no worker, together with all others."""
+        if self.checkpointing is not None:
+            self.checkpointing.save_together(number, stop)
+
+    # What others ask of it -----------------------------------------------------------------------
+
+    @property
+    def running(self) -> Stepper:
+        """The stepping of this rank; refused before ``worker.setup``."""
+        if self.stepper is None:
+            raise UsageError("call worker.setup(model, optimizer) first")
+        return self.stepper
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the workers that are left: the one that logs and saves."""
+        return self.rank == 0 or self.world.lost().issuperset(range(self.rank))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker has called ``worker.stop_all``."""
+        return self.transport.stopping()
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether this worker's updates count for nothing any more: its loaders have ended."""
+        return self.stepper is not None and self.rank in self.strategy.guard.aside
+
+    @property
+    def meter(self) -> Meter:
+        """What this rank has sent, and how long it has waited."""
+        return self.transport.meter
+
+    def measuring(self) -> Comm:
+        """The workers among themselves, for what measures the run: it counts and costs nothing."""
+        return Comm(self.transport.inner.uncharged(), range(self.size))
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Have something that happened to this rank written into the run's record."""
+        told = {"t": self.transport.now(), "event": event, "rank": self.rank, **facts}
+        self.listener.event(told)
+
+
+def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:
+    """The mean of all ``x``; the sums of squared distances to it and of steps; their number."""
+    mean = x.clone()
+    mean /= workers.all_reduce(mean)
+    sums = torch.tensor([float((x - mean).double().square().sum()), steps], dtype=torch.float64)
+    count = workers.all_reduce(sums)
+    square, all_steps = sums.tolist()
+    return mean, square, all_steps, count

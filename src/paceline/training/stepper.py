@@ -1,0 +1,252 @@
+"""One worker's step: charge its time, gather its gradient, let the strategy act."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from paceline.comm.metered import MeteredTransport
+from paceline.errors import LeftBehind, Outlived, UsageError
+from paceline.model.replica import Replica
+from paceline.record.history import History
+from paceline.strategies.base import Strategy
+from paceline.strategies.toolbox.guard import glance, is_sound, norm
+from paceline.training.listener import StepListener
+from paceline.training.rates import Rates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.sim.compute import Costs
+
+
+T = TypeVar("T")
+
+
+class Mark(NamedTuple):
+    """A moment on the run's clock and the wall's, and what its worker had done by then."""
+
+    time_s: float
+    wall_s: float
+    wait_s: float
+    io_s: float = 0.0
+    samples: int = 0
+
+
+class Stepper:
+    """What happens between ``optimizer.step()`` and its return.
+
+    Args:
+        strategy: the method, bound to its communicator.
+        replica: this rank's model and optimizer.
+        transport: for the clock and the trace.
+        costs: what computing takes in virtual time; None where time is real.
+        alone: whether this is the only worker: then no method has anything to do.
+        listener: hears of each step.
+
+    Attributes:
+        io_s: how long this worker has waited for its data.
+        rejoined: how often it was left behind, and came back.
+        lr: the learning rate that it began with.
+        history: its samples and bytes after each step.
+        rates: its learning rates, beside those of others.
+        skipping: whether steps are not made: they lie before the checkpoint that the run goes on
+            from.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica: Replica,
+        transport: MeteredTransport,
+        costs: Costs | None,
+        alone: bool,
+        listener: StepListener,
+    ) -> None:
+        self.strategy, self.replica, self.alone = strategy, replica, alone
+        self.steps = self.samples = 0
+        self.io_s = 0.0
+        self.rejoined = 0
+        self.lr = replica.lrs()[0]
+        self.history = History()
+        self.rates = Rates(strategy, replica)
+        self.first: Mark | None = None
+        self.warm: Mark | None = None
+        self.last: Mark | None = None
+        self.paused: str | None = None
+        self.syncing, self.skipping = True, False
+        self._transport, self._costs, self._listener = transport, costs, listener
+        self._drawn = 0
+        self._full_batch = 0
+
+    def drew(self, samples: int, full_batch: int) -> None:
+        """Hear that a batch was drawn: the next step's gradient stands for it, too."""
+        self._drawn += samples
+        self._full_batch = max(self._full_batch, full_batch)
+
+    def forget(self, samples: int) -> None:
+        """Hear that a batch was only looked at: no step's gradient stands for it."""
+        self._drawn -= samples
+
+    @property
+    def drew_in_vain(self) -> bool:
+        """Whether there were batches to train with, but no step was made."""
+        return self._drawn > 0 and self.steps == 0
+
+    def step(self, overflow: bool) -> None:
+        """Make one step of the strategy with the gradients that are there now."""
+        if self.paused:
+            raise UsageError(f"optimizer.step() must not be called {self.paused}")
+        self._listener.step_asked()
+        if self.skipping:
+            self._listener.step_skipped()
+            return
+        self._listener.before_step()
+        replica, flat = self.replica, self.replica.flat
+        samples, self._drawn = self._drawn, 0
+        self._full_batch = max(self._full_batch, samples)
+        begin = self._mark()
+        self.first = self.first or begin
+        flat.check()
+        replica.samples = samples or 1
+        replica.overflow, replica.dropped = overflow, False
+        charged_s = self.keep_up(partial(self._begin, samples))
+        if charged_s is None:  # left behind with its gradient
+            charged_s = self._transport.meter.charged_s
+        else:
+            self.keep_up(self._act)
+        replica.max_norm = None
+        self.samples += samples
+        self.last = self._mark()
+        step_s, wait_s = self.last.time_s - begin.time_s, self.last.wait_s - begin.wait_s
+        apply_s = step_s - wait_s
+        if self._costs is not None:
+            apply_s = self._transport.meter.charged_s - charged_s
+        self._transport.note(
+            "step", step=self.steps, samples=samples, step_s=step_s, wait_s=wait_s, apply_s=apply_s
+        )
+        self.steps += 1
+        self.history.note(self.last.time_s, self.samples, self._transport.meter.bytes_sent)
+        self._listener.after_step()
+        self.warm = self.warm or self.last
+        self._transport.resume()
+
+    def _begin(self, samples: int) -> float:
+        """Let the time of the gradient pass; return what has been charged by then."""
+        self._transport.step_begins(self.steps)
+        if self._costs is not None:
+            self._transport.compute(self._costs.gradient_s(samples or self._full_batch))
+        return self._transport.meter.charged_s
+
+    def _act(self) -> None:
+        if self.alone or not self.syncing:
+            self.replica.local_update()
+            return
+        self.strategy.settle(self.replica.flat.x)
+        flat, g = self.replica.flat, None
+        if self.strategy.uses_gradient:
+            self._transport.charge_gather(flat.x.nbytes)
+            g = flat.gather()
+        if not self.replica.overflow:
+            self._judge(g)
+        self.strategy.step(flat.x, g)
+        if self.strategy.synchronous:
+            self.rates.after_step(self.steps + 1)
+
+    def _judge(self, g: Tensor | None) -> None:
+        """Let a gradient that is not finite, or explodes, count as none.
+
+        One that is not shared is only glanced at. What is missed then breaks the worker's model,
+        and it is not to blame for the gradients of that: the next exchange mends it.
+        """
+        replica, guard = self.replica, self.strategy.guard
+        size = 0.0
+        if guard.rank not in guard.aside:
+            size = glance(replica.flat.gradients()) if g is None else norm(g)
+        if replica.max_norm is not None and math.isfinite(size):
+            size = min(size, replica.max_norm)
+        replica.dropped = not guard.admits(
+            size, guard.rank, "gradient", lambda: g is not None or is_sound(replica.flat.x)
+        )
+        replica.overflow = replica.dropped
+
+    def _mark(self) -> Mark:
+        wait_s = self._transport.meter.wait_s
+        return Mark(self._transport.now(), time.monotonic(), wait_s, self.io_s, self.samples)
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of a full batch."""
+        return self._full_batch
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, between two steps."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "io_s": self.io_s,
+            "lr": self.lr,
+            "full_batch": self._full_batch,
+            "first": self.first,
+            "history": vars(self.history),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` gave."""
+        self.steps, self.samples, self.io_s = state["steps"], state["samples"], state["io_s"]
+        self.lr, self._full_batch = state["lr"], state["full_batch"]
+        if state["first"] is not None:
+            self.first = Mark(*state["first"])._replace(wall_s=time.monotonic())
+        self.history.__dict__.update(state["history"])
+
+    def account(self, last: bool = False) -> None:
+        """Note what has been done and sent by now, outside of steps."""
+        meter, now_s = self._transport.meter, self._transport.now()
+        self.history.note(now_s, self.samples, meter.bytes_sent, last)
+
+    def account_first(self) -> None:
+        """Note what it took to begin; a run that goes on has noted it."""
+        if not self.history.rows:
+            self.account()
+
+    def settle(self) -> None:
+        """Finish what the strategy left pending; nothing is that while steps are ``paused``."""
+        if not (self.alone or self.paused or self.skipping):
+            self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
+
+    def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
+        """Act with the others; when they have gone on without this rank, come back first.
+
+        It comes back with fresh state: what it computed before is dropped, here and by the others.
+        Then it acts ``again``, or has nothing to act with any more.
+        """
+        while True:
+            try:
+                return act()
+            except LeftBehind:
+                self.come_back()
+            if not again:
+                return None
+
+    def come_back(self) -> None:
+        """Begin another life, with the state of the others; end, if none of them is left.
+
+        Who cannot, as the others keep step or have another in its place by now, ends itself.
+        """
+        if not self._listener.may_return:
+            raise Outlived
+        self._drawn = 0
+        while True:
+            try:
+                self._transport.rejoin()
+                self.replica.forget_moments()
+                self._listener.rejoin(self.replica.flat.x)
+                self._transport.arrived()
+            except LeftBehind:
+                continue
+            self.rejoined += 1
+            self._listener.has_returned()
+            return

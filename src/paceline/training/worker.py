@@ -1,0 +1,399 @@
+"""The worker: what the user's ``train(worker)`` function holds on to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.checkpoint.states import load_state, save_state
+from paceline.checkpoint.weights import read_weights
+from paceline.common.options import at_least, one_of
+from paceline.common.seeds import all_seeded, stream
+from paceline.errors import UsageError
+from paceline.record.result import Metric
+from paceline.training.checkpointing import read_generators, write_generators
+from paceline.training.loader import PacedLoader, Place, Sharing, moved
+from paceline.training.optimizer import PacedOptimizer
+from paceline.training.rest import recalibrate
+from paceline.training.session import Session
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Worker:
+    """One worker of a run: its place, its data, its model.
+
+    Attributes:
+        rank: this worker's number, from 0.
+        size: the number of workers.
+        seed: the run's seed; data is shuffled by it.
+        device: where the model and the batches go.
+        strategy: the method, as an object.
+        comm: the workers among themselves, for exchanges of your own; see docs/comm-contract.md.
+            Every worker has to take part. Servers and communicators have no part in it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.rank, self.size, self.seed = session.rank, session.size, session.seed
+        self.device, self.strategy, self.comm = session.device, session.strategy, session.comm
+        self._session = session
+
+    # Setting up ----------------------------------------------------------------------------------
+
+    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]:
+        """Tie a model and its optimizer to the run; every worker starts with rank 0's parameters.
+
+        The model is moved to ``worker.device``, its parameters into one vector. On a rank that is
+        no worker this does not return: it serves, and ends with the run.
+        """
+        if self._session.stepper is not None:
+            raise UsageError("worker.setup must be called once: one model and one optimizer a run")
+        if isinstance(optimizer, PacedOptimizer):
+            raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
+        return model, self._session.begin(model, optimizer)
+
+    def setup_dataloaders(
+        self, *loaders: DataLoader[Any], data: Sharing = "auto", epochs: int | None = None
+    ) -> Any:
+        """Share the data of each loader with the other workers; each iteration is one epoch.
+
+        Over all workers an epoch is one pass over the data. What a sampler of your own draws for an
+        epoch is one draw, too, by the run's seed and the epoch: its samples are shared out as those
+        of a plain loader are, and a ``batch_sampler``'s batches go to one worker each, as they are.
+        A DistributedSampler gives way to this sharing: nothing of it is used but ``shuffle``.
+
+        An iteration that is left (``break``) after a step has had its epoch: the next one is over
+        the next epoch, and what was drawn for no step counts for none. One that is left before any
+        step was a look, as by ``next(iter(loader))``: the next one goes over the same epoch, and
+        nothing has changed; docs/loops.md has the whole rule. From a queue, whoever begins an epoch
+        ends the one before for all. A worker may get no batch at all in an epoch.
+
+        Args:
+            loaders: map-style or iterable; ``batch_size`` is that of one worker. Given again, a
+                loader goes on with its next epoch.
+            data: ``auto`` is ``shard`` for synchronous methods and ``queue`` for asynchronous
+                ones; ``static`` and ``skewed`` give each worker a fixed shard.
+            epochs: how many are planned, for :attr:`progress`.
+        """
+        if not loaders:
+            raise UsageError("setup_dataloaders needs at least one DataLoader")
+        paced = [self._paced(loader, data) for loader in loaders]
+        session = self._session
+        session.epoch_samples = session.epoch_samples or paced[0].samples
+        if epochs is not None and session.epochs is None:
+            session.epochs = epochs
+            self.strategy.plan(len(paced[0]) * epochs)
+        return paced[0] if len(paced) == 1 else paced
+
+    def _paced(self, loader: object, data: Sharing) -> PacedLoader:
+        if isinstance(loader, PacedLoader):
+            return loader
+        if not isinstance(loader, DataLoader):
+            kind = type(loader).__name__
+            raise UsageError(f"setup_dataloaders takes torch DataLoaders, got {kind}")
+        session, loaders = self._session, self._session.loaders
+        if id(loader) not in loaders:
+            number = len(loaders)
+            paced = loaders[id(loader)] = PacedLoader(loader, session, data, number)
+            if number in session.places:
+                paced.go_on(session.places[number], session.catching_up)
+        return loaders[id(loader)]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the workers that are left: the one that logs and saves."""
+        return self._session.leads
+
+    @property
+    def progress(self) -> float:
+        """The share of the planned samples that all workers have taken, as this one knows it.
+
+        From 0 to 1, by the place of this worker's last batch in the data; never waits.
+        """
+        return self._session.progress
+
+    @property
+    def steps(self) -> int:
+        """The steps that this worker has made, those before a checkpoint included."""
+        return self._session.running.steps
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """How many samples all workers take in an epoch; None where that is not known."""
+        return self._session.epoch_samples
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether ``train`` is still before the checkpoint that the run goes on from.
+
+        Steps are not made then, and what is logged is not recorded again.
+        """
+        return self._session.catching_up
+
+    def track(self, **objects: Any) -> None:
+        """Have checkpoints hold the state of more objects: schedulers, gradient scalers.
+
+        Each has ``state_dict`` and ``load_state_dict``.
+        """
+        for name, thing in objects.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(thing, method, None)):
+                    raise UsageError(f"{name} ({type(thing).__name__}) must have {method}()")
+            self._session.tracked[name] = thing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, ``optimizer.step()`` is the plain local step: nothing is exchanged or counted.
+
+        ``sasgd``, ``downpour``, ``ssp``, ``cyclic`` and ``easgd`` with momentum forget such steps
+        when they next exchange; with the others they stay in the worker's model.
+        """
+        stepper = self._session.running
+        stepper.syncing = False
+        try:
+            yield
+        finally:
+            stepper.syncing = True
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Clip at the next ``optimizer.step()``: after the reduction, before the update.
+
+        Where a server makes the update, before the gradient is sent to it.
+        """
+        if not max_norm > 0:
+            raise UsageError(f"max_norm ({max_norm}) must be above 0")
+        self._session.running.replica.max_norm = max_norm
+
+    def settle(self) -> None:
+        """Finish what the last step left pending, before parameters are read in an unusual way."""
+        self._session.settle()
+
+    @contextmanager
+    def answer(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Inside, the model holds the method's answer instead of this worker's replica.
+
+        Its buffers are the average of all workers', as each has last shown them; afterwards they
+        are this worker's own again, whatever was done with them inside.
+        """
+        session, stepper = self._session, self._session.running
+        if model is not None and model is not session.model:
+            raise UsageError("worker.answer takes the model that worker.setup was given")
+        stepper.settle()
+        x = stepper.replica.flat.x
+        own = stepper.alone or session.catching_up or session.loads.has_answer or session.finished
+        answer = None if own else stepper.keep_up(lambda: self.strategy.answer(x), again=True)
+        answer = x if answer is None else answer
+        replica = None if answer is x else x.clone()
+        if replica is not None:
+            x.copy_(answer)
+        rest = session.buffers.rest
+        buffers = rest.read()
+        if rest.averaged and not own:
+            session.buffers.fit()
+        before, stepper.paused = stepper.paused, "inside worker.answer"
+        self._session.transport.resume()
+        try:
+            yield
+        finally:
+            stepper.paused = before
+            rest.write(buffers)
+            if replica is not None:
+                x.copy_(replica)
+
+    def recalibrate(self, loader: Iterable[Any], batches: int | None = None) -> None:
+        """Take the running statistics of BatchNorm anew, for the model as it is now.
+
+        Inside ``worker.answer(model)``, or after ``worker.finish()``, that is the method's answer.
+        The model is run without gradients, only its BatchNorm modules as in training, on this
+        worker alone: no other has to act, none misses a batch, no virtual time passes, and random
+        generators are left as they were. All workers that are given the same loader take the same
+        batches. What is done inside ``worker.answer`` ends with it.
+
+        Args:
+            loader: batches, each the model's input, or a tuple or list that begins with it; of a
+                loader that ``worker.setup_dataloaders`` gave, those of the whole data set.
+            batches: how many of them to take; all, when not given.
+        """
+        assert self._session.running and self._session.model is not None
+        if batches is not None:
+            at_least("batches", batches, 1)
+        if self._session.catching_up:
+            return
+        source = loader.plain if isinstance(loader, PacedLoader) else loader
+        parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
+        seed = int(stream(self.seed, "recalibrate").integers(2**31))
+        buffers, generators = self._session.buffers.rest.read(), read_generators(self.device)
+        taken = 0
+        try:
+            with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
+                inputs = (moved(batch, self.device) for batch in islice(source, batches))
+                taken = recalibrate(self._session.model, inputs)
+        finally:
+            write_generators(generators, self.device)
+            if not taken:
+                self._session.buffers.rest.write(buffers)
+        if not taken:
+            raise UsageError("worker.recalibrate needs at least one batch, and the loader has none")
+
+    def log(self, **metrics: Any) -> None:
+        """Record numbers under their names; ``loss`` and ``accuracy`` become the run's."""
+        if self._session.catching_up:
+            return
+        stepper = self._session.stepper
+        record: Metric = {
+            "t": self._session.transport.now(),
+            "rank": self.rank,
+            "step": stepper.steps if stepper else 0,
+            "samples": stepper.samples if stepper else 0,
+        }
+        for name, value in metrics.items():
+            record[name] = _plain(name, value)
+        self._session.listener.metric(record)
+
+    def reduce(self, value: float | Tensor, op: Literal["mean", "sum"] = "mean") -> Any:
+        """The mean, or the sum, of a number or a tensor over all workers; the same on all of them.
+
+        Every worker must call it, equally often: it waits for the others. Workers count alike,
+        whatever their data: for a share, reduce both of its parts by ``sum``.
+        """
+        one_of("op", op, ("mean", "sum"))
+        if self._session.catching_up:
+            return value
+        saves = self._session.checkpointing is not None
+        if saves and self.size > 1 and not self.strategy.synchronous:
+            name = type(self.strategy).__name__
+            raise UsageError(
+                f"worker.reduce waits for all workers, and under {name} with checkpoints one of"
+                " them may be waiting for this one to save: evaluate with worker.answer(model) on"
+                " the worker that leads instead, and end all with worker.stop_all()"
+            )
+        own = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        vector = torch.cat([own.reshape(-1), torch.ones(1, dtype=torch.float64)])
+        act = partial(self.comm.all_reduce, vector)
+        stepper = self._session.stepper
+        count = act() if stepper is None else stepper.keep_up(act, again=True)
+        self._session.transport.resume()
+        if count is None or vector[-1] != count:
+            raise UsageError("worker.reduce must be called by every worker, equally often")
+        total = (vector[:-1] / count if op == "mean" else vector[:-1]).view(own.shape)
+        if not isinstance(value, Tensor):
+            return total.item()
+        return total.to(value.device, value.dtype if value.is_floating_point() else total.dtype)
+
+    def stop_all(self) -> None:
+        """Have every worker come to its end: their loaders give no more batches to train on.
+
+        For early stopping, when one worker decides for all. Each sees it before its next batch;
+        ``worker.stopping`` tells, to leave the loop over epochs.
+        """
+        if not self._session.catching_up:
+            self._session.transport.stop_all()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker has called :meth:`stop_all`."""
+        return self._session.stopping
+
+    def finish(self) -> None:
+        """Flush what is pending and leave the method's answer in the model. Idempotent.
+
+        Weights that were loaded into the model after its last step are the answer of this worker
+        instead; nothing touches the model any more.
+        """
+        self._session.finish()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state of this worker: call it on every worker, after the same step.
+
+        Parameters, optimizer, strategy, what :meth:`track` was given, random generators, and how
+        far each loader is. ``pl.launch(checkpoint_steps=...)`` does all that by itself.
+        """
+        stepper = self._session.running
+        if self._session.catching_up:
+            return
+        if not stepper.alone and not self.strategy.resumable:
+            raise UsageError(
+                f"{type(self.strategy).__name__} cannot be saved: part of its state is on the way,"
+                " or on ranks that are no workers; use pl.launch(checkpoint_steps=...)"
+            )
+        stepper.settle()
+        self._session.transport.resume()
+        state = {
+            **self._session.own_state(),
+            "strategy": self.strategy.state_dict(),
+            "generators": read_generators(self.device),
+            "steps": stepper.steps,
+            "samples": stepper.samples,
+        }
+        save_state(Path(folder), f"rank{self.rank}", state)
+
+    def load(self, folder: str | Path) -> None:
+        """Take up what :meth:`save` wrote on this rank; after ``setup``.
+
+        Loaders go on behind the last batch; ``loader.epoch`` is the epoch that comes next, or that
+        is under way.
+        """
+        stepper = self._session.running
+        if self._session.catching_up:
+            return
+        state = load_state(Path(folder), f"rank{self.rank}")
+        places = [Place(*place) for place in state["loaders"]]
+        self._session.go_on_from(places, state["epochs_done"])
+        self._session.load_own_state(state)
+        self.strategy.load_state_dict(state["strategy"])
+        stepper.steps, stepper.samples = state["steps"], state["samples"]
+        write_generators(state["generators"], self.device)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Begin with other weights; call it on every worker, between ``setup`` and the first step.
+
+        The parameters are those that rank 0 read. A worker that comes late, or goes on from a
+        checkpoint, has better ones: then this does nothing. After :meth:`finish` it only loads.
+
+        Args:
+            path: a safetensors file of a module's state dict, plain, wrapped in
+                DistributedDataParallel or compiled; or the folder of a checkpoint.
+        """
+        stepper = self._session.running
+        if stepper.steps and not self._session.finished:
+            raise UsageError(
+                "worker.load_weights must be called before the first step, got"
+                f" {stepper.steps} steps"
+            )
+        if self._session.transport.late or self._session.catching_up:
+            return
+        assert self._session.model is not None and self._session.loads is not None
+        try:
+            with self._session.loads.ignored():
+                self._session.model.load_state_dict(read_weights(Path(path)))
+        except RuntimeError as error:
+            raise UsageError(f"weights ({path}) must fit the model: {error}") from None
+        if not (stepper.alone or self._session.finished):
+            self.strategy.adopt(stepper.replica.flat.x)
+            self._session.transport.resume()
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A metric as JSON can hold it; what is not finite is nothing."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise UsageError(f"{name} (shape {tuple(value.shape)}) must be a single number")
+        value = value.detach().item()
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise UsageError(f"{name} ({type(value).__name__}) must be a number or a text")
+    return value

@@ -1,0 +1,226 @@
+"""What a run does not do: read pickles, listen to others, believe the wall's clock."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from namespaces import SlowNetwork, why_not
+from support import runs
+from support.worlds import on_both, on_distributed, on_shared_memory, run_program
+
+import paceline as pl
+from paceline.comm.base import Limits
+from paceline.comm.shared.memory import RANGE_BYTES, Arena
+from paceline.comm.shared.transport import SharedMemoryTransport
+from paceline.common.reference import refer_to
+from paceline.errors import MessageMismatch, UsageError
+from paceline.launcher.supervisor import run_ranks
+
+SOURCES = sorted(Path(pl.__file__).parent.rglob("*.py"))
+
+# No pickle ---------------------------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("strategy", ["sasgd(interval=4)", "downpour", "gossip"])
+def test_a_run_works_where_nothing_can_be_pickled(world, strategy):
+    """Without loader processes: torch itself pickles on the way to those."""
+    result = pl.launch(runs.train_unpickled, workers=2, strategy=strategy, transport=world)
+    assert result.samples == 2 * 77
+
+
+@on_distributed
+def test_ranks_meet_and_train_under_a_launcher_where_nothing_can_be_pickled():
+    argument = {"port": runs.free_port(), "strategy": "sasgd(interval=4)"}
+    run_ranks(refer_to(runs.unpickled_by_environment), [argument] * 2)
+
+
+# No listener -------------------------------------------------------------------------------------
+
+
+@on_distributed
+def test_a_run_of_another_launcher_listens_on_the_loopback_alone():
+    argument = {"port": runs.free_port()}
+    assert_loopback(run_ranks(refer_to(runs.sockets_by_environment), [argument] * 2))
+
+
+def assert_loopback(told: list[list[dict[str, object]]]) -> None:
+    for [record] in told:
+        listening = str(record["listening"]).split()
+        assert record["ranks"] == 2 and len(listening) >= 2
+        assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+FAR = """
+import json, socket
+import paceline as pl
+from support import runs
+from paceline.launcher.supervisor import run_ranks
+from paceline.common.reference import refer_to
+
+if __name__ == "__main__":
+    host = socket.gethostbyname(socket.gethostname())
+    shared = pl.launch(runs.log_sockets, workers=2)
+    gloo = pl.launch(runs.log_sockets, workers=2, transport="distributed")
+    argument = {"port": runs.free_port()}
+    launched = run_ranks(refer_to(runs.sockets_by_environment), [argument] * 2)
+    told = {"shared": shared.metrics, "gloo": gloo.metrics, "launched": launched}
+    print(json.dumps({"host": host, **told}))
+"""
+_reason = why_not()
+
+
+@pytest.mark.may_skip
+@pytest.mark.skipif(_reason is not None, reason=str(_reason))
+@on_distributed
+def test_where_the_host_has_another_address_nobody_listens_there(tmp_path, monkeypatch):
+    """In a namespace with a network card, whose address is that of the host's name."""
+    for name, value in runs.environment().items():
+        monkeypatch.setenv(name, value)
+    script, hosts = tmp_path / "far.py", tmp_path / "hosts"
+    script.write_text(FAR)
+    with SlowNetwork(1, 1e9) as network:
+        hosts.write_text(f"{network.address(0)} far\n127.0.0.1 localhost\n")
+        inside = f"hostname far && mount --bind {hosts} /etc/hosts && {sys.executable} {script}"
+        wrote = network.run(0, "unshare", "--uts", "--mount", "sh", "-c", inside)
+        address = network.address(0)
+    told = json.loads(wrote.splitlines()[-1])
+    assert told["host"] == address
+    assert [(r["own"], r["listening"]) for r in told["shared"]] == [("", "")] * 2
+    assert_loopback([[record] for record in told["gloo"]])
+    assert_loopback(told["launched"])
+
+
+# Clocks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_no_duration_is_taken_from_the_walls_clock(path):
+    wall = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            asks = node.value.id in ("time", "datetime", "date") and node.attr in wall
+            assert not asks, f"{path.name}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            assert not wall & {alias.name for alias in node.names}, path.name
+
+
+@on_both
+def test_a_clock_that_jumps_by_an_hour_changes_nothing(world):
+    limits = Limits(dead_s=2.0, progress_limit_s=30.0)
+    result = pl.launch(runs.train_with_wrong_clock, workers=2, transport=world, limits=limits)
+    assert result.samples == 2 * 77 and result.lost_workers == 0
+    assert 0 < result.seconds < 600
+
+
+# Little of everything ----------------------------------------------------------------------------
+
+SPARE = """
+import resource
+import paceline as pl
+from support import runs
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    for transport in ("shared_memory", "distributed"):
+        result = pl.launch(runs.train, workers=4, strategy="downpour", transport=transport)
+        print(result.samples)
+"""
+
+
+@on_distributed
+def test_a_run_needs_few_files_one_core_and_no_place_for_temporary_ones(tmp_path):
+    script = tmp_path / "spare.py"
+    script.write_text(SPARE)
+    ended = subprocess.run(
+        ["taskset", "-c", "0", sys.executable, str(script)],
+        env=runs.environment(OMP_NUM_THREADS="1", TMPDIR="/proc/none"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(2 * 77)] * 2
+
+
+# Messages that nobody has sent ------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks():
+    """Two ranks of shared memory in this process, the second of which writes what it likes."""
+    fd = Arena.create(2)
+    yield [SharedMemoryTransport(fd, rank, 2, Limits()) for rank in range(2)]
+    os.close(fd)
+
+
+WORD = st.one_of(st.integers(-8, 64), st.integers(-(2**63), 2**63 - 1))
+
+
+@on_shared_memory
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=1000)
+@given(code=WORD, numel=WORD, place=WORD)
+def test_garbage_in_a_mailbox_is_refused_and_the_next_message_arrives(
+    two_ranks, code, numel, place
+):
+    reader, writer = two_ranks
+    like, lives = torch.zeros(3), (1 << 20) + 1
+    index = reader.layout.slot(1, 0, 0)
+    writer.words.write(index + 1, (0, code, numel, place, lives))
+    writer.words.announce(index, writer.words[index] + 1)
+    try:
+        _, x = reader.take_now(like, (1,), 0)
+        assert (code, numel) == (0, 3) and x.shape == like.shape
+    except MessageMismatch:
+        assert (code, numel) != (0, 3) or not 0 <= place <= 3 * RANGE_BYTES - 12
+    writer._sequence = max(writer._sequence, writer.words[index])
+    assert writer.post(torch.ones(3), 0, 0)
+    assert reader.take_now(like, (1,), 0)[1].tolist() == [1.0] * 3
+
+
+# One process for each rank -----------------------------------------------------------------------
+
+
+def claim_another(transport, channel, argument):
+    """Rank 1 tries to be rank 0 as well, while that lives."""
+    word = torch.zeros(1)
+    if transport.rank == 0:
+        transport.take(word, (1,), 0, "the end")
+        return "here"
+    try:
+        SharedMemoryTransport(transport._fd, 0, transport.size, Limits())
+    except UsageError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    alive = transport.alive()
+    transport.start_send(word, 0, 0).wait()
+    return [refused, alive]
+
+
+@on_shared_memory
+def test_a_second_process_cannot_be_a_rank_that_lives():
+    outcome = run_program("shared_memory", claim_another, 2)
+    assert outcome.values[0] == "here"
+    refused, alive = outcome.values[1]
+    assert refused.startswith("rank (0) is taken: process ") and alive == [0, 1]
+
+
+# Data --------------------------------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_data_set_shorter_than_the_workers_are_many_is_taken_once(world, strategy):
+    how = {"workers": 4, "strategy": strategy, "transport": world}
+    result = pl.launch(runs.train, arguments={"samples": 2, "epochs": 3}, **how)
+    assert result.samples == 3 * 2

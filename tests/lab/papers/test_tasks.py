@@ -1,0 +1,190 @@
+"""What the claims are tried on: data sets from a folder, and the functions that train on them."""
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import paceline as pl
+from paceline.errors import UsageError
+from paceline.lab.papers.curves import height, last, lead_in_time, times_sooner
+from paceline.lab.papers.tasks import FULL, SETTINGS, check_data, load, make_network, words_of
+from paceline.lab.papers.training import descend, tick, trail, train
+from paceline.record.result import Result
+
+CIFAR = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a little of each data set, in its own format."""
+    root = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    (root / "cifar-10-batches-bin").mkdir()
+    for name in CIFAR:
+        records = random.integers(0, 256, (4, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        records.tofile(root / "cifar-10-batches-bin" / name)
+    (root / "fashion-mnist").mkdir()
+    for part, count in (("train", 6), ("t10k", 3)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+            body = random.integers(0, 10, shape, dtype=np.uint8).tobytes()
+            (root / "fashion-mnist" / f"{part}-{kind}-ubyte").write_bytes(head + body)
+    (root / "banking77").mkdir()
+    for part in ("train", "test"):
+        lines = [
+            "text,category",
+            '"Where is my card, please?",card_arrival',
+            "Top up failed,top_up",
+        ]
+        (root / "banking77" / f"{part}.csv").write_text("\n".join(lines + lines[1:] * 3) + "\n")
+    return root
+
+
+def test_a_folder_with_all_of_them_is_taken(folder):
+    check_data(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "counts", "shape"),
+    [
+        ("cifar10", (20, 4), (3, 32, 32)),
+        ("fashion-mnist", (6, 3), (1, 28, 28)),
+        ("banking77", (8, 8), (32,)),
+    ],
+)
+def test_the_samples_of_a_task(folder, task, counts, shape):
+    samples = load(task, str(folder))
+    assert (len(samples.x_train), len(samples.x_test)) == counts
+    assert samples.x_train.shape[1:] == shape
+    outputs = make_network(task)(samples.x_train)
+    assert outputs.shape == (counts[0], 77 if task == "banking77" else 10)
+
+
+def test_cifars_records_are_a_label_and_three_planes(folder):
+    raw = np.fromfile(folder / "cifar-10-batches-bin" / CIFAR[0], np.uint8)[:3073]
+    samples = load("cifar10", str(folder))
+    assert samples.y_train[0] == raw[0]
+    red = (raw[1] / 255 - 0.4914) / 0.2470
+    assert samples.x_train[0, 0, 0, 0].item() == pytest.approx(red, abs=1e-5)
+
+
+def test_words_become_numbers_that_do_not_hang_on_the_process():
+    assert words_of("Top UP, failed!")[:4] == [*words_of("top up failed")[:3], 0]
+    assert len(words_of("word " * 99)) == 32 and 0 not in words_of("word " * 99)
+    assert words_of("card")[0] == 1 + zlib.crc32(b"card") % 4095
+
+
+def test_labels_of_train_and_test_are_the_same_numbers(folder):
+    samples = load("banking77", str(folder))
+    assert samples.y_train.tolist() == samples.y_test.tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize("lost", ["cifar-10-batches-bin", "banking77/test.csv"])
+def test_a_folder_that_lacks_one_is_refused(folder, lost, tmp_path):
+    for entry in folder.rglob("*"):
+        target = tmp_path / entry.relative_to(folder)
+        if entry.is_file() and not str(entry.relative_to(folder)).startswith(lost):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(entry.read_bytes())
+    with pytest.raises(UsageError, match="must hold"):
+        check_data(tmp_path)
+
+
+@pytest.mark.parametrize("task", FULL)
+def test_a_run_on_a_whole_data_set(folder, task):
+    arguments = {"task": task, "epochs": 2, "lr": 0.1, "batch_size": 2, "data": str(folder)}
+    run = pl.simulate(train, workers=2, strategy="gossip", cluster="ideal", arguments=arguments)
+    assert run.samples == 2 * len(load(task, str(folder)).x_train)
+    assert 0 <= run.accuracy <= 1 and SETTINGS[task].epochs > 1
+
+
+# Training functions ------------------------------------------------------------------------------
+
+
+def test_a_run_is_looked_at_twice_an_epoch_at_equal_samples():
+    arguments = {"task": "bundled", "epochs": 1, "lr": 0.05, "batch_size": 100}
+    looked = {}
+    for strategy in ("allreduce", "downpour"):
+        run = pl.simulate(train, workers=2, strategy=strategy, cluster="ideal", arguments=arguments)
+        looked[strategy] = [round(record["progress"], 2) for record in run.metrics]
+    assert looked["allreduce"] == [0.5, 1.0]
+    assert looked["downpour"] == pytest.approx([0.5, 1.0], abs=0.05)
+
+
+def test_ticks_take_time_and_no_gradients():
+    arguments = {"steps": 3, "parameters": 10}
+    run = pl.simulate(tick, workers=2, cluster="ethernet-1g", arguments=arguments)
+    assert run.steps == 6 and run.virtual_seconds > 3e-3
+    assert len(run.metrics) == 6
+
+
+def test_a_quadratic_without_noise_falls_as_its_formula_says():
+    arguments = {"steps": 4, "lr": 0.5, "dimensions": 3, "noise": 0.0}
+    run = pl.simulate(
+        descend, workers=2, strategy="sasgd(interval=2)", cluster="ideal", arguments=arguments
+    )
+    h = torch.linspace(0.1, 1.0, 3, dtype=torch.float64)
+    wanted = [float((h * (1 - 0.5 * h) ** step).square().sum()) for step in (2, 4)]
+    assert [record["square"] for record in run.metrics] == pytest.approx(wanted)
+
+
+def test_a_trail_differs_where_the_method_differs():
+    trails = {
+        strategy: pl.simulate(
+            trail,
+            workers=2,
+            strategy=strategy,
+            cluster="ideal",
+            arguments={"steps": 3, "batch_size": 4},
+        ).metrics
+        for strategy in ("allreduce", "layered(group_size=1)", "sasgd(interval=2)")
+    }
+    views = {name: [record["view_0"] for record in told] for name, told in trails.items()}
+    assert views["layered(group_size=1)"] == pytest.approx(views["allreduce"], rel=1e-12)
+    assert views["sasgd(interval=2)"] != pytest.approx(views["allreduce"], rel=1e-6)
+
+
+# Curves ------------------------------------------------------------------------------------------
+
+
+def run_of(points, first_step_s=0.0):
+    nothing = dict.fromkeys(Result.__dataclass_fields__)
+    records = [{"t": t, "progress": p, "accuracy": a} for t, p, a in points]
+    return Result(**{**nothing, "metrics": records, "first_step_s": first_step_s})
+
+
+def line(steepness, seconds, noise=0.0):
+    """A run whose accuracy rises evenly, every second record by so much too high."""
+    shares = np.linspace(0.1, 1.0, 10)
+    points = [
+        (1.0 + seconds * share, share, steepness * share + noise * (number % 2))
+        for number, share in enumerate(shares.tolist())
+    ]
+    return run_of(points, first_step_s=1.0)
+
+
+def test_two_runs_are_compared_at_what_both_reach():
+    assert times_sooner(line(0.8, 2.0), line(0.8, 6.0)) == pytest.approx(3.0)
+    assert times_sooner(line(0.8, 6.0), line(0.8, 2.0)) == pytest.approx(1 / 3)
+    assert times_sooner(line(0.8, 2.0), line(0.4, 2.0)) == pytest.approx(2.0)
+
+
+def test_a_noisy_curve_is_not_sooner_for_its_peaks():
+    assert times_sooner(line(0.8, 2.0, noise=0.1), line(0.8, 2.0)) < 1.2
+    assert last(line(0.8, 2.0, noise=0.1)) == pytest.approx(0.9)
+
+
+def test_who_is_ahead_over_the_time_that_both_have():
+    assert lead_in_time(line(0.8, 2.0), line(0.8, 2.0)) == 0
+    ahead = lead_in_time(line(0.8, 2.0), line(0.8, 4.0))
+    assert ahead == pytest.approx(-lead_in_time(line(0.8, 4.0), line(0.8, 2.0)))
+    assert ahead == pytest.approx(0.5 * 0.72 * 0.5625, rel=0.01)  # half of 0.72, at 0.5625 of it
+
+
+def test_the_height_of_a_curve_does_not_hang_on_how_often_it_was_looked_at():
+    coarse = run_of([(1, 0.125, 0.1), (2, 1.0, 0.8)])
+    fine = run_of([(1, p, 0.8 * p) for p in np.linspace(0.125, 1, 50)])
+    assert height(coarse) == pytest.approx(height(fine), abs=1e-9)

@@ -1,0 +1,263 @@
+"""The scripts in ``benchmarks``: they run where there is no GPU, too, and see what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import train
+
+import paceline as pl
+from paceline.sim.cluster import Compute, Link, Loading, load_cluster
+from paceline.sim.models import MODELS
+
+GPU = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", GPU)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_models_of_a_simulation_are_those_that_were_timed():
+    spec = importlib.util.spec_from_file_location(
+        "steps_benchmark", GPU.with_name("model_steps.py")
+    )
+    steps = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(steps)
+    assert set(steps.MODELS) == set(MODELS)
+    for name, model in steps.MODELS.items():
+        with torch.device("meta"):
+            parameters = list(model.make().parameters())
+        assert sum(p.nbytes for p in parameters) == MODELS[name].bytes, name
+        assert len(parameters) == MODELS[name].tensors, name
+
+
+def load(name, monkeypatch):
+    """A script of the benchmarks as a module, which may import others beside it."""
+    monkeypatch.syspath_prepend(GPU.parent)
+    spec = importlib.util.spec_from_file_location(name, GPU.with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_verdicts_says_whether_a_set_up_can_decide_its_claim(monkeypatch):
+    words = {"id": "it", "source": "abstract", "decides": "no, 1 of 2"}
+    found = [
+        {"seed": seed, "rates_sha256": "abc", "claims": [{**words, "verdict": "too small to tell"}]}
+        for seed in range(2)
+    ]
+    head, _, row, *_ = load("papers_table", monkeypatch).verdict_table(found)
+    assert head == "| claim | source | seed 0 | seed 1 | can the set-up decide it? |"
+    assert row == "| `it` | abstract | too small to tell | too small to tell | no, 1 of 2 |"
+
+
+def test_the_table_of_the_drill_is_made_of_its_rows(monkeypatch, tmp_path):
+    page, told = tmp_path / "faults.md", tmp_path / "told.json"
+    page.write_text("<!-- drill -->\n<!-- end -->\n")
+    figures = {"noticed_s": 0.1, "gap_s": 0.25, "throughput": None, "accuracy": 0.8}
+    row = {"case": "kill", "method": "gossip", "happened": "it died", "outcome": "passed"}
+    rows = [{**row, **figures, "undisturbed": [0.81, 0.01]}]
+    told.write_text(json.dumps({"rows": rows, "passed": 1}))
+    table = load("drill_table", monkeypatch)
+    monkeypatch.setattr(table, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["drill_table", str(told)])
+    table.main()
+    wanted = "| `gossip` | it died | 0.10 s | 0.25 s |  | 0.800 (0.810 ± 0.010) | passed |"
+    assert "1 of 1 passed." in page.read_text() and wanted in page.read_text()
+
+
+@pytest.mark.transport("distributed")
+def test_the_gpu_check_compares_the_cpu_with_itself(tmp_path):
+    chosen = ["--device", "cpu", "--strategies", "allreduce,downpour", "--optimizers", "momentum"]
+    done = subprocess.run(
+        [sys.executable, GPU, *chosen], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines, summary = done.stdout.splitlines()
+    assert first.startswith("cpu, torch ")
+    assert [line.split()[:4] for line in lines] == [
+        [name, many, "worker" + "s" * (many == "2"), "momentum"]
+        for name in ("allreduce", "downpour")
+        for many in "12"
+    ]
+    assert all(" PASS  finite, parameters differ by 0.0e+00" in line for line in lines[:3])
+    assert " PASS  finite, loss " in lines[3]
+    assert summary.startswith("4 of 4 passed, 0 failed")
+
+
+def outcomes(gpu, ours, cpu):
+    """In place of the runs: what the device comes to, and what the CPU does."""
+
+    def outcome(case, device, transport):
+        told = cpu if device == "cpu" else ours
+        if isinstance(told, Exception):
+            raise told
+        loss, value = told
+        return gpu.Outcome(loss, {"weight": torch.tensor([3.0, 4.0]) * value})
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("ours", "cpu", "repeated", "free"),
+    [
+        ((0.2, 1.0), (0.2, 1.0), "PASS  finite, parameters differ by 0.0e+00", "PASS"),
+        ((0.2, 1.00009), (0.2, 1.0), "PASS  finite, parameters differ by 9.0e-05", "PASS"),
+        ((0.2, 1.00011), (0.2, 1.0), "FAIL  finite, parameters differ by 1.1e-04", "PASS"),
+        ((0.8, 2.0), (0.2, 1.0), "FAIL", "FAIL  finite, loss 0.800 differs by 6.0e-01"),
+        ((0.5, 1.0), (0.2, 1.0), "PASS", "PASS  finite, loss 0.500 differs by 3.0e-01"),
+        ((0.2, math.nan), (0.2, 1.0), "FAIL  not finite", "FAIL  not finite"),
+        ((None, 1.0), (0.2, 1.0), "FAIL  not finite", "FAIL  not finite"),
+        ((0.2, 1.0), (0.2, 0.0), "FAIL  finite, parameters differ by inf", "PASS"),
+        ((0.2, 0.0), (0.2, 0.0), "PASS  finite, parameters differ by 0.0e+00", "PASS"),
+        (pl.UsageError("no\nnccl"), (0.2, 1.0), "FAIL  on meta: no nccl", "FAIL  on meta"),
+    ],
+)
+def test_the_gpu_check_sees_what_is_wrong(gpu, ours, cpu, repeated, free, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "outcome", outcomes(gpu, ours, cpu))
+    line = ["gpu.py", "--device", "meta", "--strategies", "sasgd(interval=2, warmup=1),ssp"]
+    monkeypatch.setattr(sys, "argv", line)
+    code = gpu.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 8 + 1
+    for shown in lines[1:9]:
+        assert (free if "ssp" in shown and "2 workers" in shown else repeated) in shown
+    failed = sum("FAIL" in shown for shown in lines)
+    assert code == int(failed > 0)
+    assert lines[-1].startswith(f"{8 - failed} of 8 passed, {failed} failed")
+
+
+def test_the_gpu_check_needs_one(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit, match="torch sees no GPU here"):
+        gpu.main()
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "left"),
+    [("cuda", "", "0"), ("cuda:1", "", "1"), ("cuda", "5,7", "5"), ("cuda:1", "5,7", "7")],
+)
+def test_the_gpu_check_has_workers_share_one(gpu, device, seen, left, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert gpu.see_one(device) == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert gpu.see_one("cpu") == "cpu"
+
+
+def test_the_gpu_check_takes_every_method(gpu, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    options = gpu.read_options()
+    cases = list(gpu.cases_of(options.strategies, options.optimizers))
+    assert {case.strategy for case in cases} == set(gpu.strategy_names())
+    assert len(cases) == 4 * len(gpu.strategy_names())
+    assert options.transport == "distributed"
+
+
+@pytest.fixture
+def slow_network(monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU.parent))
+    yield importlib.import_module("slow_network")
+    for name in ("slow_network", "methods_table"):
+        del sys.modules[name]
+
+
+def outcome_of(slow_network, *looks, samples=100):
+    return slow_network.Outcome(
+        seconds=10.0,
+        steps=4,
+        samples=samples,
+        bytes_sent=None,
+        wire_bytes=3_000_000,
+        looks=[slow_network.Look(at_s, 0.5, accuracy) for at_s, accuracy in looks],
+    )
+
+
+def test_the_slow_network_table_puts_the_quickest_first(slow_network):
+    quick = outcome_of(slow_network, (1.0, 0.7), (2.0, 0.8), (3.0, 0.79))
+    slow, never = outcome_of(slow_network, (8.0, 0.81)), outcome_of(slow_network, (4.0, 0.5))
+    found = {"cyclic": [quick, never], slow_network.DDP: [slow, slow], "sasgd": [quick, quick]}
+    _, _, *rows = slow_network.lines_of(found)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["`sasgd`", "torch DDP", "`cyclic`"]
+    assert [row[1] for row in cells] == ["4", "4", "5"]
+    assert cells[0][2:5] == ["2.0 (2.0 to 2.0)", "0.25", "0.790 (0.790 to 0.790)"]
+    assert cells[2][2:4] == ["not reached (1 of 2)", "-"]
+    assert cells[1][5:] == ["10", "-", "3 MB"]
+
+
+def test_the_slow_network_makes_no_run_twice(slow_network, tmp_path, monkeypatch):
+    made = []
+
+    def run_job(network, job):
+        made.append(job)
+        return outcome_of(slow_network, (1.0, 0.9), samples=len(made))
+
+    monkeypatch.setattr(slow_network, "run_job", run_job)
+    network, job = slow_network.SlowNetwork(4, 100e6), slow_network.Job(way="sasgd")
+    first = slow_network.Book(tmp_path).outcome(network, job)
+    assert slow_network.Book(tmp_path).outcome(network, job) == first
+    assert made == [job]
+    slow_network.Book(tmp_path).outcome(slow_network.SlowNetwork(4, 1e9), job)
+    assert len(made) == 2
+
+
+def test_a_prediction_is_compared_with_its_own_measurement(slow_network):
+    row = slow_network.row_of("sasgd", [110.0, 220.0, 55.0], [100.0, 200.0, 50.0])
+    assert row["error"] == pytest.approx(0.1) and row["spread"] == pytest.approx(0.75)
+    assert slow_network.prediction_lines([row])[-1].endswith("| +10% | ±75% | yes |")
+
+
+def test_the_scale_of_a_simulation_is_timed_by_method_and_workers():
+    from paceline.lab.bench.sim import bench_scale
+
+    rows = bench_scale(["gossip", "downpour"], (2, 3), repeats=1, steps=2)
+    assert [(row["strategy"], row["workers"]) for row in rows] == [
+        (strategy, workers) for strategy in (None, "gossip", "downpour") for workers in (2, 3)
+    ]
+    assert all(row["cpu_us_per_step"] > 0 for row in rows)
+    assert [row["ratio_to_fewest"] for row in rows[::2]] == [1.0] * 3
+
+
+# Timelines ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timelines():
+    spec = importlib.util.spec_from_file_location("timelines", GPU.parent / "timelines.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_cluster_is_found_again_by_the_timeline_of_a_run_on_it(timelines, tmp_path):
+    """What docs/timelines/here.toml is made by."""
+    truth = pl.Cluster(
+        ranks_per_node=0,
+        inside=Link(latency_s=timelines.LATENCY_S, bytes_per_s=1e6),
+        compute=Compute(step_s=0.02, trace=(0.5, 1.0, 1.5)),
+        loading=Loading(batch_s=0.003),
+    )
+    pl.simulate(train, workers=2, cluster=truth, out=tmp_path, arguments={"epochs": 4})
+    (tmp_path / "here.toml").write_text(timelines.measure(tmp_path))
+    found = load_cluster(tmp_path / "here.toml")
+    assert (found.name, found.ranks_per_node) == ("this machine", 0)
+    assert found.compute.step_s == pytest.approx(0.02, rel=0.01)
+    assert set(found.compute.trace) == {0.5, 1.0, 1.5}
+    assert found.loading.batch_s == pytest.approx(0.003, rel=0.01)
+    assert found.inside.bytes_per_s == pytest.approx(1e6, rel=0.01)

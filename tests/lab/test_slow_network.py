@@ -1,0 +1,232 @@
+"""Ranks in network namespaces, on links that are really slow; as root only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from namespaces import SlowNetwork, enter, payload_rate, why_not
+from slow_training import Job, placed, run_in, run_job, simulate_job
+
+from paceline.errors import PacelineError, UsageError
+from paceline.lab.tasks.fashion import make_model
+from paceline.sim.cluster import Cluster, Link
+
+_reason = why_not()
+pytestmark = [
+    pytest.mark.may_skip,
+    pytest.mark.skipif(_reason is not None, reason=str(_reason)),
+]
+
+BITS_PER_S = 100e6
+STEPS, WORKERS = 4, 4
+MODEL_BYTES = 4 * sum(p.numel() for p in make_model("mlp").parameters())
+
+
+def namespaces_in_use() -> set[str]:
+    """The network namespaces that any process is in."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(link))
+        except OSError:
+            continue
+    return found
+
+
+def send_all(network: SlowNetwork, nbytes: int) -> float:
+    """Send from rank 0 to rank 1; the seconds until the last byte was there."""
+    ready, took = threading.Event(), []
+
+    def receive() -> None:
+        enter(network.path(1))
+        with socket.create_server((network.address(1), 7000)) as server:
+            ready.set()
+            with server.accept()[0] as connection:
+                left = nbytes
+                while left:
+                    left -= len(connection.recv(1 << 16))
+                took.append(time.monotonic())
+
+    def send() -> None:
+        enter(network.path(0))
+        with socket.create_connection((network.address(1), 7000)) as connection:
+            took.append(time.monotonic())
+            connection.sendall(bytes(nbytes))
+
+    threads = [threading.Thread(target=receive), threading.Thread(target=send)]
+    threads[0].start()
+    assert ready.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    return took[1] - took[0]
+
+
+@pytest.mark.parametrize("bits_per_s", [20e6, 200e6])
+def test_a_link_lets_no_more_pass_than_its_rate(bits_per_s):
+    nbytes = 1_000_000
+    with SlowNetwork(2, bits_per_s) as network:
+        seconds = send_all(network, nbytes)
+        sent, received = network.bytes_sent(), network.bytes_received()
+    assert seconds >= (nbytes - network.burst_bytes) * 8 / bits_per_s
+    assert nbytes < sent[0] < 1.1 * nbytes  # headers, and nothing else
+    assert nbytes < received[1] <= sent[0] + 1000
+    assert sent[1] < 0.1 * nbytes
+
+
+def test_namespaces_are_apart_from_the_machine_and_leave_nothing():
+    links, names = os.listdir("/sys/class/net"), sorted(Path("/run").glob("netns/*"))
+    here, used = os.readlink("/proc/self/ns/net"), namespaces_in_use()
+    with SlowNetwork(2, BITS_PER_S) as network:
+        assert os.listdir("/sys/class/net") == links
+        assert "default" not in network.run(0, "ip", "route")
+        assert set(network.run(0, "tc", "qdisc").split()) >= {"eth0", "tbf"}
+        path = network.path(0)
+    assert not Path(path).exists()
+    assert os.readlink("/proc/self/ns/net") == here
+    assert os.listdir("/sys/class/net") == links
+    assert sorted(Path("/run").glob("netns/*")) == names
+    assert namespaces_in_use() <= used | {here}
+
+
+_OWNER = """
+import os, sys
+from namespaces import SlowNetwork
+with SlowNetwork(2, 100e6) as network:
+    print(network.path(0), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_leaves_no_cable_behind():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    kept = os.open(owner.stdout.readline().strip(), os.O_RDONLY)
+    try:
+        assert "eth0" in interfaces_in(kept)
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.communicate()
+        deadline_s = time.monotonic() + 20
+        while "eth0" in interfaces_in(kept) and time.monotonic() < deadline_s:
+            pass
+        assert interfaces_in(kept) == {"lo"}  # the other end of its cable is gone, with the hub
+    finally:
+        os.close(kept)
+
+
+def interfaces_in(file: int) -> set[str]:
+    """The network interfaces in the namespace of an open file."""
+    found: list[set[str]] = []
+
+    def look() -> None:
+        enter(f"/proc/self/fd/{file}")
+        found.append({name for _, name in socket.if_nameindex()})
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_network_that_cannot_be_is_refused():
+    with pytest.raises(UsageError, match=r"bits_per_s \(0\) must be above 0"):
+        SlowNetwork(2, 0)
+    with pytest.raises(UsageError, match=r"size \(0\) must be at least 1"):
+        SlowNetwork(0, 1e6)
+    with SlowNetwork(1, 1e6) as network, pytest.raises(PacelineError, match="ip link show nobody"):
+        network.run(0, "ip", "link", "show", "nobody")
+
+
+@pytest.mark.transport("distributed")
+@pytest.mark.parametrize("way", ["allreduce", "downpour"])
+def test_a_method_trains_over_slow_links(way, record_property):
+    job = Job(way=way, workers=WORKERS, steps=STEPS, looks=False)
+    with SlowNetwork(job.ranks, BITS_PER_S) as network:
+        measured = run_job(network, job)
+    assert measured.steps == WORKERS * STEPS
+    bytes_per_s = payload_rate(BITS_PER_S)
+    ideal = simulate_job(Cluster(network=Link(bytes_per_s=bytes_per_s)), job)
+    assert measured.bytes_sent == ideal.bytes_sent
+    # What counts nowhere: how far workers are apart at the end, and the server's last model.
+    unmetered = 2 * (WORKERS - 1) + (WORKERS if way == "downpour" else 0)
+    payload = ideal.wire_bytes + unmetered * MODEL_BYTES
+    assert payload < measured.wire_bytes < 1.15 * payload  # headers, and words of a few bytes
+    # An all-reduce sends 2 (p - 1) / p of a model each way, a push and its reply one after another.
+    least = {"allreduce": 2 * (WORKERS - 1) / WORKERS, "downpour": 2}[way] * STEPS * MODEL_BYTES
+    bursts = {"allreduce": 1, "downpour": 2 * STEPS}[way] * network.burst_bytes
+    assert measured.seconds >= (least - bursts) / bytes_per_s
+    told = f"{ideal.seconds:.3f} s by the rate alone, measured {measured.seconds:.3f} s"
+    record_property("prediction", told)
+    print(f"{way}: {told}")
+
+
+def leave_vectors(transport, channel, argument):
+    """Rank 0 posts a vector, and another before it finishes; rank 1 polls for one, waits for one.
+
+    What it returns: where ranks listen, whether the first poll came back with nothing, and whether
+    both vectors came.
+    """
+    x, small = torch.arange(1 << 18, dtype=torch.float32), torch.zeros(1)
+    with placed(transport, argument, "allreduce") as worker:
+        comm, listening = worker.comm, addresses_listened_at()
+        if comm.rank == 0:
+            comm.post(x, 1, tag=5)
+            comm.send(small, 1, tag=6)
+            comm.recv(small, 1, tag=6)
+            comm.post(x, 1, tag=7)
+            return [listening]
+        comm.recv(small, 0, tag=6)  # from here on the first is announced
+        first = polled = comm.poll(x, tag=5)
+        while not polled:
+            polled = comm.poll(x, tag=5)
+        comm.send(small, 0, tag=6)
+        both = [polled[0][1], comm.recv(x, 0, tag=7)]
+        return [listening, not first, [bool((got == x).all()) for got in both]]
+
+
+def addresses_listened_at() -> list[str]:
+    """Where anyone listens in the namespace that this is in."""
+    lines = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
+    lines += Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]
+    found = [line.split()[1].partition(":")[0] for line in lines if line.split()[3] == "0A"]
+    return [socket.inet_ntoa(struct.pack("=I", int(a, 16))) if len(a) == 8 else a for a in found]
+
+
+@pytest.fixture(scope="module")
+def left_vectors():
+    with SlowNetwork(2, 20e6) as network:
+        yield network, run_in(network, 2, leave_vectors, {})
+
+
+@pytest.mark.transport("distributed")
+def test_ranks_listen_at_the_address_of_their_own_namespace_only(left_vectors):
+    network, told = left_vectors
+    for rank, (listening, *_) in enumerate(told):
+        assert listening and set(listening) == {network.address(rank)}
+
+
+@pytest.mark.transport("distributed")
+def test_a_poll_does_not_wait_for_what_is_on_its_way(left_vectors):
+    _, (_, (_, first_was_empty, (came, _))) = left_vectors
+    assert first_was_empty and came  # a million bytes cannot have come with the words about them
+
+
+@pytest.mark.transport("distributed")
+def test_what_a_finished_rank_has_posted_arrives_however_long_it_takes(left_vectors):
+    _, (_, (_, _, (_, came))) = left_vectors
+    assert came

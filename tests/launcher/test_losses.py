@@ -1,0 +1,364 @@
+"""Runs that go on: ranks that are killed, stopped and started again, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support import runs
+from support.worlds import on_shared_memory
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.launcher.join_socket import DOOR, ask
+from paceline.launcher.supervisor import Supervisor
+
+WORKERS, SAMPLES = 4, 240
+ASYNCHRONOUS = ["gossip", "easgd(interval=2)", "downpour", "cyclic", "adpsgd", "ssp"]
+SYNCHRONOUS = ["allreduce", "sasgd(interval=2)", "layered", "gossip(sync=true)"]
+
+pytestmark = on_shared_memory
+
+
+def launch(strategy, *faults, **how):
+    how.setdefault("arguments", {})
+    how["arguments"].setdefault("samples", SAMPLES)
+    return pl.launch(
+        runs.train_through_losses, workers=WORKERS, strategy=strategy, faults=faults, **how
+    )
+
+
+def happened(result, event):
+    return [e["rank"] for e in result.events if e["event"] == event]
+
+
+def answers(result):
+    """What each worker that came to its end has answered."""
+    return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
+
+
+def times_taken(result, epoch):
+    """How often each sample was part of a step that came to its end."""
+    taken = [m["taken"].split() for m in result.metrics if m.get("epoch") == epoch]
+    return Counter(int(number) for numbers in taken for number in numbers)
+
+
+@pytest.mark.parametrize("strategy", ASYNCHRONOUS)
+def test_the_others_go_on_when_a_worker_dies(strategy):
+    result = launch(strategy, pl.kill(rank=1).at(step=3), arguments={"until_lost": True})
+    assert (result.lost_workers, happened(result, "lost")) == (1, [1])
+    assert set(answers(result)) == {0, 2, 3}
+    assert len(set(answers(result).values())) == 1
+    assert result.lost_batches == 0
+    for epoch in range(2):
+        taken = times_taken(result, epoch)
+        assert set(taken) == set(range(SAMPLES)), "what the dead one had in hand came not again"
+        assert taken.total() == SAMPLES
+
+
+def die_at_the_end(worker, folder):
+    """Of two workers, the second dies with a batch in hand when the first has come to its end."""
+    net = runs.new_net()
+    net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
+    loader = DataLoader(TensorDataset(torch.randn(40, 6)), batch_size=4)
+    in_hand, at_its_end = Path(folder, "in hand"), Path(folder, "at its end")
+    for (inputs,) in worker.setup_dataloaders(loader):
+        if worker.rank == 1:
+            in_hand.touch()
+            wait_for(at_its_end)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(in_hand)
+        net(inputs).square().mean().backward()
+        sgd.step()
+    at_its_end.touch()
+
+
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour"])
+def test_a_batch_that_nobody_is_left_to_take_again_is_told(strategy, tmp_path):
+    how = {"workers": 2, "strategy": strategy, "arguments": {"folder": str(tmp_path)}}
+    result = pl.launch(die_at_the_end, **how)
+    assert (result.lost_workers, result.lost_batches, result.samples) == (1, 1, 36)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour"])
+def test_the_first_worker_is_no_other_than_the_rest(strategy, tmp_path):
+    how = {"until_lost": True, "whose": 0}
+    result = launch(strategy, pl.kill(rank=0).at(step=3), arguments=how, out=tmp_path)
+    assert set(answers(result)) == {1, 2, 3}
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["downpour(shards=2)", "easgd(interval=2)", "cyclic", "ssp", "layered"]
+)
+def test_a_server_or_communicator_that_dies_is_followed_by_another(strategy, tmp_path):
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    result = launch(strategy, arguments=how, on_loss="continue")
+    assert happened(result, "succeeded") == [4] and result.lost_workers == 0
+    assert set(answers(result)) == {0, 1, 2, 3}
+    assert len(set(answers(result).values())) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
+def test_a_worker_that_was_left_behind_comes_back(strategy, tmp_path):
+    how = {"until_life": 2, "pids": str(tmp_path), "thaws": True}
+    fault = pl.freeze(rank=1).at(step=3)
+    result = launch(strategy, fault, limits=pl.Limits(dead_s=0.3), arguments=how)
+    assert happened(result, "rejoined") == [1]
+    assert (result.lost_workers, result.joined_workers) == (1, 1)
+    assert set(answers(result)) == {0, 1, 2, 3}
+    assert len(set(answers(result).values())) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "easgd(interval=2)"])
+def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
+    result = launch(
+        strategy,
+        pl.kill(rank=2).at(step=3),
+        max_restarts=1,
+        arguments={"whose": 2, "until_life": 2},
+    )
+    assert happened(result, "lost") == happened(result, "restarted") == [2]
+    assert happened(result, "joined") == [2]
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def die_first(worker, folder, whose):
+    """A rank is killed before its setup, and comes again."""
+    died = Path(folder, "died")
+    if worker.rank == whose and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    runs.train_through_losses(worker, until_life=2, whose=whose)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "downpour", "easgd(interval=2)"])
+def test_a_worker_that_dies_while_all_begin_is_started_again(strategy, tmp_path):
+    how = {"arguments": {"folder": str(tmp_path), "whose": 1}, "max_restarts": 1}
+    result = pl.launch(die_first, workers=WORKERS, strategy=strategy, **how)
+    assert happened(result, "lost") == happened(result, "restarted") == [1]
+    assert happened(result, "joined") == [1]
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def start_where_nothing_is(monkeypatch, rank, times):
+    """Have the first processes of a rank end before they have a place among the others."""
+    start = Supervisor._start
+
+    def start_there(supervisor, its):
+        with monkeypatch.context() as patch:
+            if its.number == rank and its.starts < times:
+                patch.setitem(supervisor._common, "cwd", "/nowhere")
+            start(supervisor, its)
+
+    monkeypatch.setattr(Supervisor, "_start", start_there)
+
+
+def test_a_worker_that_ends_before_it_has_a_place_is_started_as_if_for_the_first_time(monkeypatch):
+    start_where_nothing_is(monkeypatch, rank=1, times=2)
+    result = launch("gossip")
+    assert result.lost_workers == 0 and set(answers(result)) == {0, 1, 2, 3}
+
+
+def test_a_worker_that_never_has_a_place_ends_the_run(monkeypatch):
+    start_where_nothing_is(monkeypatch, rank=1, times=100)
+    with pytest.raises(pl.PeerLost, match="rank 1"):
+        launch("gossip")
+
+
+# While all are stopped ---------------------------------------------------------------------------
+
+DEAD_S = 0.8
+
+
+def pause(folder, signal_to):
+    """Stop for much longer than ``dead_s`` whom the signals reach; then have the run end."""
+    signal_to(signal.SIGSTOP)
+    time.sleep(2 * DEAD_S)
+    signal_to(signal.SIGCONT)
+    (folder / "over").touch()
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "cyclic", "easgd(interval=2)", "gossip", "sasgd"])
+def test_nobody_is_lost_while_all_workers_are_stopped(strategy, tmp_path):
+    def signal_to_workers(number):
+        for pid in runs.await_pids(tmp_path, workers=3):
+            os.kill(pid, number)
+            if number == signal.SIGCONT:
+                time.sleep(DEAD_S / 8)  # so that some look while others are still stopped
+
+    stopper = threading.Thread(target=pause, args=(tmp_path, signal_to_workers))
+    stopper.start()
+    result = pl.launch(
+        runs.train_until_told,
+        workers=3,
+        strategy=strategy,
+        limits=pl.Limits(dead_s=DEAD_S),
+        arguments={"folder": str(tmp_path)},
+    )
+    stopper.join()
+    assert {e["event"] for e in result.events} <= {"large"} and result.lost_workers == 0
+
+
+def test_workers_that_stay_stopped_are_told_of_and_end_the_run_after_the_longest_wait(
+    tmp_path, capfd
+):
+    def stop_workers():
+        for pid in runs.await_pids(tmp_path, workers=2):
+            os.kill(pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_workers)
+    stopper.start()
+    with pytest.raises(pl.CommTimeout) as caught:
+        pl.launch(
+            runs.train_until_told,
+            workers=2,
+            strategy="downpour",
+            limits=pl.Limits(dead_s=0.1, notice_s=0.3, progress_limit_s=1.0),
+            arguments={"folder": str(tmp_path)},
+        )
+    stopper.join()
+    assert caught.value.ranks == (0, 1)
+    assert "still waiting in a run whose workers are all stopped for" in capfd.readouterr().err
+
+
+PAUSED = """
+import sys
+
+import paceline as pl
+from support import runs
+
+if __name__ == "__main__":
+    folder, strategy, dead_s = sys.argv[1:]
+    limits, how = pl.Limits(dead_s=float(dead_s)), {"folder": folder}
+    result = pl.launch(
+        runs.train_until_told, workers=2, strategy=strategy, limits=limits, arguments=how
+    )
+    print({e["event"] for e in result.events} - {"large"}, result.lost_workers)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "gossip"])
+def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_path):
+    (tmp_path / "script.py").write_text(PAUSED)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), strategy, str(DEAD_S)]
+    how = {"env": runs.environment(), "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **how) as launcher:
+        runs.await_pids(tmp_path, workers=2)
+        pause(tmp_path, lambda number: os.killpg(launcher.pid, number))  # as Ctrl-Z and fg do
+        told, _ = launcher.communicate()
+    assert (launcher.returncode, told) == (0, "set() 0\n")
+
+
+def test_a_server_that_was_stopped_for_too_long_and_goes_on_is_followed_by_another(tmp_path):
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path), "stop_until_lost": True}
+    result = launch("downpour", limits=pl.Limits(dead_s=0.3), arguments=how)
+    assert happened(result, "succeeded") == [4] and result.lost_workers == 0
+    assert set(answers(result)) == {0, 1, 2, 3}
+
+
+def test_a_server_that_is_lost_too_often_ends_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr("paceline.comm.membership.MOST_SUCCESSORS", 0)
+    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    with pytest.raises(pl.PeerLost, match="rank 4"):
+        launch("downpour", arguments=how)
+
+
+def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
+    found = []
+    how = {"arguments": {"until_life": 2}, "out": tmp_path}
+    fault = pl.kill(rank=1).at(step=3)
+    run = threading.Thread(target=lambda: found.append(launch("gossip", fault, **how)))
+    run.start()
+    answer = {}
+    while "rank" not in answer:  # until it is lost, its place is taken
+        try:
+            answer = ask(tmp_path, {"ask": "join"})
+        except pl.UsageError:
+            assert run.is_alive()  # the run has not begun yet
+    run.join()
+    assert answer == {"rank": 1}
+    assert happened(found[0], "joined") == [1]
+    assert set(answers(found[0])) == {0, 1, 2, 3}
+    assert not (tmp_path / DOOR).exists()
+    with pytest.raises(pl.UsageError, match="must be the folder of a run that goes on"):
+        ask(tmp_path, {"ask": "join"})
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("fault", [pl.kill(rank=1).at(step=3), pl.freeze(rank=1).at(step=3)])
+def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
+    result = launch(strategy, fault, on_loss="continue", limits=pl.Limits(dead_s=0.3))
+    assert result.lost_workers == 1
+    assert set(answers(result)) == {0, 2, 3}
+    assert len(set(answers(result).values())) == 1
+    if strategy == "allreduce":
+        assert set(times_taken(result, 0)) == set(times_taken(result, 1)) == set(range(SAMPLES))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_fault_that_lies_behind_the_end_of_the_run_is_not_waited_for(strategy):
+    result = launch(strategy, pl.kill(rank=1).at(seconds=1e6))
+    assert result.lost_workers == 0 and len(answers(result)) == WORKERS
+
+
+def test_the_run_ends_by_name_when_losses_are_to_end_it():
+    with pytest.raises(pl.PeerLost) as caught:
+        how = {"until_lost": True}
+        launch("gossip", pl.kill(rank=1).at(step=3), arguments=how, on_loss="stop")
+    assert caught.value.ranks == (1,)
+
+
+def test_a_run_that_loses_all_its_workers_ends_by_name():
+    faults = [pl.kill(rank=rank).at(step=3) for rank in range(WORKERS)]
+    with pytest.raises(pl.PeerLost):
+        launch("gossip", *faults)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"on_loss": "go on"}, r"on_loss \(go on\) must be one of continue, stop"),
+        ({"strategy": "allreduce", "max_restarts": 1}, r"max_restarts \(1\) must be 0"),
+        ({"max_restarts": -1}, r"max_restarts \(-1\) must be at least 0"),
+        ({"transport": "distributed", "on_loss": "continue"}, "must be shared_memory to go on"),
+        ({"faults": [pl.cut(rank=0)]}, "no links to harm"),
+        ({"faults": [pl.kill(rank=4).at(step=0)]}, r"kill: rank \(4\) must be below 4"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_starts(how, message):
+    with pytest.raises(pl.UsageError, match=message):
+        pl.launch(runs.train, workers=WORKERS, **{"strategy": "gossip", **how})
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
+def test_a_look_at_the_data_on_one_rank_leaves_all_of_it_to_be_taken_once(strategy):
+    result = pl.launch(runs.train_with_looks, workers=2, strategy=strategy)
+    for epoch in range(2):
+        assert times_taken(result, epoch) == Counter(range(44))
+
+
+@pytest.mark.parametrize(("interval", "lost"), [(20, 0), (500, 30)])
+def test_what_a_worker_had_since_the_last_meeting_comes_again_in_the_next_epoch(interval, lost):
+    """15 steps an epoch; where no meeting comes before the end, what was lost is counted."""
+    kill = pl.kill(rank=1).at(step=3)
+    result = launch(f"sasgd(interval={interval})", kill, on_loss="continue")
+    survivors = [m for m in result.metrics if m["rank"] != 1 and "taken" in m]
+    taken = Counter(number for m in survivors for number in m["taken"].split())
+    assert (result.lost_workers, result.lost_batches) == (1, lost)
+    assert taken.total() == 2 * SAMPLES - 4 * lost
+    assert lost or set(taken.values()) == {2}
