@@ -67,7 +67,7 @@ def main() -> None:
         workers, cluster = places()[place]
         for form in FORMS:
             for token, begin in (("", plain), ("at once", looks_for_the_token)):
-                Stepper._begin = begin  # type: ignore[method-assign]
+                Stepper._begin = begin
                 how: dict[str, Any] = {"cluster": cluster, "seed": options.seed}
                 run = pl.simulate(train, workers=workers, strategy=form, **how)
                 pushes = sum(count for _, count in run.staleness_counts)

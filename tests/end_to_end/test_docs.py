@@ -162,6 +162,18 @@ def test_a_command_of_a_page_succeeds(line, root):
     run(["sh", "-c", line], root)
 
 
+def test_the_architecture_names_files_and_functions_that_are_there():
+    """Of ``file``, ``function`` and of paths alone, in the walk and in the table."""
+    text, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "paceline"
+    paths = re.findall(r"`([a-z_/]+(?:\.py|/))`", text)
+    hops = re.findall(r"`([a-z_/]+\.py)`, `(?:\w+\.)?(\w+)`", text)
+    assert len(paths) > 20 and len(hops) > 6
+    for path in paths:
+        assert (source / path).exists() or (ROOT / path).exists(), path
+    for path, name in hops:
+        assert re.search(rf"^ *(def|class) {name}\b", (source / path).read_text(), re.MULTILINE)
+
+
 def test_the_scripts_that_pages_call_are_there():
     for block, line in commands():
         word = line.split()[0]

@@ -39,7 +39,7 @@ def begin(worker: pl.Worker, data: Any = "auto") -> tuple[nn.Module, Any, Any]:
     """A model, its optimizer, and batches of this worker."""
     net = network()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
-    loader: DataLoader[Any] = DataLoader(images(0), batch_size=4)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(images(0), batch_size=4)
     return net, sgd, worker.setup_dataloaders(loader, data=data)
 
 
@@ -62,7 +62,7 @@ def train(worker: pl.Worker, victim: int = -1) -> None:
         inside = statistics(net)["mean"].sum().item()
     worker._session.measuring().barrier()
     if worker.rank == victim:
-        worker._session.buffers.rest.share = lambda weight: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        worker._session.buffers.rest.share = lambda weight: os.kill(os.getpid(), signal.SIGKILL)
     worker.finish()
     content = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
     worker.log(

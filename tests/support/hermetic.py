@@ -76,7 +76,7 @@ _notes = _Notes()
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Give the tests and what they start another home, and watch them."""
-    own = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    own = session.config._tmp_path_factory.getbasetemp()
     for name, place in CACHES.items():
         os.environ[name] = str(own / "home" / place)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own / "tmp")

@@ -256,7 +256,7 @@ def free_port() -> int:
 def train_with_wrong_clock(worker: pl.Worker) -> None:
     """Whatever asks the wall's clock is an hour late, then early, then late again."""
     right, shifts = time.time, itertools.cycle([3600.0, -3600.0])
-    time.time = lambda: right() + next(shifts)  # type: ignore[assignment]  # for this process
+    time.time = lambda: right() + next(shifts)  # for this process
     train(worker)
 
 

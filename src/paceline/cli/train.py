@@ -71,6 +71,7 @@ class Job:
                 transport=chosen,
                 device=device,
                 faults=faults,
+                arguments=self.task.arguments,
                 out=folder,
                 on_progress=watch.progress,
                 **self._common(watch),
@@ -83,10 +84,9 @@ class Job:
         from paceline.launcher.spec import InitSpec
 
         with self._watched(screen) as watch:
-            train, how = find(self.task.reference), self._common(watch)
-            arguments = how.pop("arguments")
-            spec = InitSpec(device=device, out=self.out, **how)
-            return attend(train, spec, workers=workers, arguments=arguments)
+            train = find(self.task.reference)
+            spec = InitSpec(device=device, out=self.out, **self._common(watch))
+            return attend(train, spec, workers=workers, arguments=self.task.arguments)
 
     def simulate(
         self,
@@ -110,6 +110,7 @@ class Job:
                 cluster=cluster,
                 faults=faults,
                 replay=replay,
+                arguments=self.task.arguments,
                 out=folder,
                 on_progress=watch.progress,
                 **self._common(watch),
@@ -123,7 +124,6 @@ class Job:
         return {
             "strategy": self.strategy,
             "seed": self.seed,
-            "arguments": self.task.arguments,
             "on_metric": watch.metric,
             "trace": self.trace,
         }

@@ -39,6 +39,14 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     return {"main": str(Path(path).resolve()), "name": name}
 
 
+def refer_or_name(thing: Callable[..., Any]) -> Reference | str:
+    """Where a function is, for people who read it; its name, where others could not find it."""
+    try:
+        return refer_to(thing)
+    except UsageError:
+        return getattr(thing, "__qualname__", repr(thing))
+
+
 def find(reference: Reference) -> Any:
     """What :func:`refer_to` referred to."""
     if "main" in reference:

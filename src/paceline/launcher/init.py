@@ -13,6 +13,7 @@ from typing import Any
 from paceline.comm.base import Limits, Transport
 from paceline.comm.launchers import Launched, launched
 from paceline.comm.metered import MeteredTransport
+from paceline.common.reference import refer_or_name
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import (
     CommTimeout,
@@ -25,7 +26,6 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.launcher.rank import note_place
-from paceline.launcher.simulate import told
 from paceline.launcher.spec import InitSpec, Train, takes
 from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunBook, Summary, say_event
@@ -147,7 +147,7 @@ def attend(
     if spec.out is not None:
         config = {
             "world": "launched",
-            "train": told(train),
+            "train": refer_or_name(train),
             "strategy": repr(session.strategy),
             "spec": strategy_spec(session.strategy),
             "workers": session.size,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from paceline.comm.base import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.comm.metered import MeteredTransport
-from paceline.common.reference import Reference, find, refer_to
+from paceline.common.reference import Reference, find, refer_or_name
 from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.rank import run_rank
@@ -53,12 +53,12 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     checkpoints = spec.checkpoints()
     if checkpoints.on and record is not None:
         raise UsageError("replay must not be used with checkpoints")
-    cluster = asdict(spec.place)
-    checkpoints.prepare({**same, "train": told(train), "cluster": cluster}, spec.size)
+    cluster = asdict(spec.loaded_cluster)
+    checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
     book = RunBook(spec.out, spec.on_metric)
     checkpoints.follow(book)
     world = World(
-        spec.place,
+        spec.loaded_cluster,
         spec.size,
         seed=spec.seed,
         limits=spec.limits or Limits(),
@@ -87,7 +87,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         virtual_seconds=world.calendar.now_s,
         wire_bytes=round(world.network.wire_bytes),
         trace_hash=trace_hash,
-        as_model=spec.place.stands_for.model if spec.place.stands_for else None,
+        as_model=spec.loaded_cluster.stands_for.model if spec.loaded_cluster.stands_for else None,
         **checkpoints.facts(),
     )
 
@@ -109,66 +109,61 @@ class _ToBook(Listener):
         self._book.event(record)
 
 
+@dataclass
 class _Ranks:
     """The program of every simulated rank, and what they leave."""
 
-    def __init__(
-        self,
-        spec: SimulationSpec,
-        train: Train,
-        world: World,
-        policy: MembershipPolicy,
-        checkpoints: CheckpointCoordinator,
-        book: RunBook,
-        trace: Trace,
-        record: Replay | None,
-    ) -> None:
-        self._spec, self._train, self._world, self._policy = spec, train, world, policy
-        self._checkpoints, self._book, self._trace = checkpoints, book, trace
-        self._record = record
-        self.summaries: list[Summary] = []
+    spec: SimulationSpec
+    train: Train
+    world: World
+    policy: MembershipPolicy
+    checkpoints: CheckpointCoordinator
+    book: RunBook
+    trace: Trace
+    record: Replay | None
+    summaries: list[Summary] = field(default_factory=list)
 
     def run(self, transport: SimulatedTransport) -> None:
         """Train on one rank."""
         metered = (
-            self._record.follow(transport, self._trace)
-            if self._record
-            else MeteredTransport(transport, self._trace)
+            self.record.follow(transport, self.trace)
+            if self.record
+            else MeteredTransport(transport, self.trace)
         )
         session = self._session(metered, transport.rank)
         try:
-            run_rank(session, self._train, self._spec.arguments or {})
+            run_rank(session, self.train, self.spec.arguments or {})
         except PacelineError:
             raise
         except Exception as error:
             error.add_note(f"at {session.world.now():.6f} s of virtual time")
             raise WorkerFailed.of(session.rank, error) from None
-        summary, folder = summary_of(session), self._spec.folder
-        model_error = save_answer(session.model, folder, self._trace) if session.leads else None
+        summary, folder = summary_of(session), self.spec.folder
+        model_error = save_answer(session.model, folder, self.trace) if session.leads else None
         self.summaries.append(replace(summary, model_error=model_error))
         metered.close()
 
     def _session(self, transport: MeteredTransport, rank: int) -> Session:
-        plan = self._checkpoints.plan
+        plan = self.checkpoints.plan
         return Session(
             transport,
-            make_strategy(self._spec.method),
-            workers=self._spec.workers,
-            seed=self._spec.seed,
-            costs=self._world.costs[rank],
-            listener=_ToBook(self._book, self._spec),
-            elastic=self._policy.goes_on,
-            checkpointing=CheckpointParticipant(plan, self._checkpoints.hear) if plan else None,
+            make_strategy(self.spec.method),
+            workers=self.spec.workers,
+            seed=self.spec.seed,
+            costs=self.world.costs[rank],
+            listener=_ToBook(self.book, self.spec),
+            elastic=self.policy.goes_on,
+            checkpointing=CheckpointParticipant(plan, self.checkpoints.hear) if plan else None,
         )
 
 
 def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:
     """What the run was asked to do, for its folder."""
-    model = spec.place.stands_for
+    model = spec.loaded_cluster.stands_for
     return {
         "spec": strategy_spec(spec.method),
-        "train": told(train),
-        "cluster": asdict(spec.place),
+        "train": refer_or_name(train),
+        "cluster": asdict(spec.loaded_cluster),
         "as_model": stands_for_note(model.model) if model else None,
         "faults": [asdict(fault) for fault in spec.faults],
         "on_loss": policy.on_loss,
@@ -186,14 +181,6 @@ def _found(train: Reference) -> Train:
     if not callable(program):
         raise UsageError(f"train ({train}) must be a function")
     return cast(Train, program)
-
-
-def told(train: Train) -> Reference | str:
-    """Where a training function is, for people who read the configuration."""
-    try:
-        return refer_to(train)
-    except UsageError:
-        return getattr(train, "__qualname__", repr(train))
 
 
 def _recorded(spec: SimulationSpec, same: Mapping[str, Any]) -> Replay | None:

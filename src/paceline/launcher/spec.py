@@ -57,7 +57,7 @@ class RunSpec:
     trace: bool = True
 
     def __post_init__(self) -> None:
-        assert self.method
+        _ = self.method  # refuses one that does not exist
         check_seed(self.seed)
 
     @functools.cached_property
@@ -218,17 +218,17 @@ class SimulationSpec(Started):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_virtual_workers(self.workers, self.method)
-        self.check_faults(self.all_faults, self.place)
+        self.check_faults(self.all_faults, self.loaded_cluster)
 
     @functools.cached_property
-    def place(self) -> Cluster:
+    def loaded_cluster(self) -> Cluster:
         """The cluster, as an object, with the model that it stands for."""
         return stand_for(load_cluster(self.cluster), self.as_model)
 
     @property
     def all_faults(self) -> list[Fault]:
         """Those of the cluster, and those of the run."""
-        return [*self.place.faults, *self.faults]
+        return [*self.loaded_cluster.faults, *self.faults]
 
 
 @dataclass(frozen=True, kw_only=True)

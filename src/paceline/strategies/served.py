@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -26,7 +27,6 @@ from paceline.strategies.base import (
     SERVER,
     SUMMONS,
     WORKER,
-    RankListener,
     Staleness,
     Strategy,
 )
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
-    from paceline.model.replica import Replica
     from paceline.strategies.toolbox.shard_optimizer import ShardOptimizer
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
@@ -114,19 +113,17 @@ class ServerStrategy(Strategy):
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (SERVER,) * self.shards
 
-    def bind(
-        self,
-        comm: Comm,
-        replica: Replica,
-        workers: int,
-        seed: int = 0,
-        listener: RankListener | None = None,
-    ) -> None:
-        super().bind(comm, replica, workers, seed, listener)
-        numel = replica.flat.x.numel()
+    @cached_property
+    def parts(self) -> list[slice]:
+        """What of the model each server holds."""
+        numel = self.replica.flat.x.numel()
         edges = [numel * shard // self.shards for shard in range(self.shards + 1)]
-        self.parts = [slice(*pair) for pair in pairwise(edges)]
-        self._settings = len(self.settings())
+        return [slice(*pair) for pair in pairwise(edges)]
+
+    @cached_property
+    def _settings(self) -> int:
+        """How many numbers of an optimizer go with a request."""
+        return len(self.settings())
 
     def settings(self) -> list[float]:
         """The numbers of this worker's optimizer that go with a request."""
@@ -473,7 +470,6 @@ class GradientServed(ServerStrategy):
         pending: the gradients that are still to be pushed.
         given: in how many of them each parameter has one.
         accrued: their sum.
-        coupled: whether weight decay is in the gradients.
     """
 
     server_optimizer: ServerOptimizer = "user"
@@ -485,16 +481,10 @@ class GradientServed(ServerStrategy):
         self.accrued: Tensor | None = None
         self.master: ShardOptimizer | None = None
 
-    def bind(
-        self,
-        comm: Comm,
-        replica: Replica,
-        workers: int,
-        seed: int = 0,
-        listener: RankListener | None = None,
-    ) -> None:
-        self.coupled = self.server_optimizer != "user" or replica.decay_is_coupled()
-        super().bind(comm, replica, workers, seed, listener)
+    @cached_property
+    def coupled(self) -> bool:
+        """Whether weight decay is in the gradients."""
+        return self.server_optimizer != "user" or self.replica.decay_is_coupled()
 
     def settings(self) -> list[float]:
         own = super().settings()

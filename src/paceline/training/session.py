@@ -119,8 +119,8 @@ class Session(RankListener):
         try:
             if not alone:
                 self._agree(model, replica)
-            if self._resumes and not self.transport.late:
-                self._go_on(replica.flat.x)
+            if self._resuming is not None and not self.transport.late:
+                self._go_on(self._resuming, replica.flat.x)
             elif not alone:
                 self._start(replica.flat.x)
         except LeftBehind:
@@ -131,8 +131,10 @@ class Session(RankListener):
         return PacedOptimizer(optimizer, stepper)
 
     @property
-    def _resumes(self) -> bool:
-        return self.checkpointing is not None and self.checkpointing.resumes
+    def _resuming(self) -> CheckpointParticipant | None:
+        """Who takes up the checkpoint, where the run goes on from one."""
+        checkpointing = self.checkpointing
+        return checkpointing if checkpointing is not None and checkpointing.resumes else None
 
     def _agree(self, model: nn.Module, replica: Replica) -> None:
         """Find out whether all that begin together have the same model, method, seed, version."""
@@ -141,13 +143,12 @@ class Session(RankListener):
             comm = Comm(self.transport.inner.uncharged(), starters, self.world.elastic)
             check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
 
-    def _go_on(self, x: Tensor) -> None:
+    def _go_on(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
         """Go on from a checkpoint, instead of a start."""
-        assert self.checkpointing is not None
         if self.transport.size > 1:
             with self.transport.free():
                 self.strategy.setup(x)
-        self.checkpointing.take_up()
+        checkpointing.take_up()
         self._serve_unless_worker(x)
 
     def _start(self, x: Tensor) -> None:
@@ -157,8 +158,8 @@ class Session(RankListener):
             self._serve_unless_worker(x)
             self.buffers.take_first()
         elif self.rank < self.size:
-            if self.checkpointing is not None and self.checkpointing.resumes:
-                self.checkpointing.await_starters()
+            if self._resuming is not None:
+                self._resuming.await_starters()
             self._join(self.strategy.join, x)
             self.buffers.take_fixed()
             self.buffers.adopt()

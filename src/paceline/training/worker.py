@@ -225,24 +225,25 @@ class Worker:
                 loader that ``worker.setup_dataloaders`` gave, those of the whole data set.
             batches: how many of them to take; all, when not given.
         """
-        assert self._session.running and self._session.model is not None
+        session, stepper = self._session, self._session.running
         if batches is not None:
             at_least("batches", batches, 1)
-        if self._session.catching_up:
+        if stepper.skipping:
             return
+        assert session.model is not None  # since it runs
         source = loader.plain if isinstance(loader, PacedLoader) else loader
         parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
         seed = int(stream(self.seed, "recalibrate").integers(2**31))
-        buffers, generators = self._session.buffers.rest.read(), read_generators(self.device)
+        buffers, generators = session.buffers.rest.read(), read_generators(self.device)
         taken = 0
         try:
             with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
                 inputs = (moved(batch, self.device) for batch in islice(source, batches))
-                taken = recalibrate(self._session.model, inputs)
+                taken = recalibrate(session.model, inputs)
         finally:
             write_generators(generators, self.device)
             if not taken:
-                self._session.buffers.rest.write(buffers)
+                session.buffers.rest.write(buffers)
         if not taken:
             raise UsageError("worker.recalibrate needs at least one batch, and the loader has none")
 
