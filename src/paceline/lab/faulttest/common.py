@@ -19,7 +19,7 @@ Batch = tuple[int, int, int]
 
 
 class Members(Observer):
-    """The membership number grows, all see the same members, and each of them has its state."""
+    """The membership number never falls; all see the same members; each member has its state."""
 
     number = 0
 
@@ -37,25 +37,25 @@ class Members(Observer):
         self.number = number
 
     def _asked(self, session: Session, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """A rank that has not arrived counts itself in; nobody else does."""
-        here = {*self.world.alive(), session.rank}
+        """A rank that has not announced itself yet counts itself as a member; nobody else does."""
+        alive = {*self.world.alive(), session.rank}
         self.scene.check(
-            {*seen, session.rank} == here,
+            {*seen, session.rank} == alive,
             "members",
-            lambda: f"rank {session.rank} sees {seen}, here are {sorted(here)}",
+            lambda: f"rank {session.rank} sees {seen}; alive are {sorted(alive)}",
         )
         for rank in seen:
             self.scene.check(
                 rank == session.rank or (rank, self.scene.life(rank)) in self.scene.begun,
                 "members",
-                f"rank {rank} is a member, and has no state yet",
+                f"rank {rank} is a member without a state",
             )
         return seen
 
     def _joined(self, session: Session, inner: Any, x: Tensor) -> Any:
-        told = inner(x)
+        result = inner(x)
         self.scene.begun.add((session.rank, self.scene.life(session.rank)))
-        return told
+        return result
 
     def _arrived(self, session: Session, inner: Any) -> None:
         me = (session.rank, self.scene.life(session.rank))
@@ -63,30 +63,34 @@ class Members(Observer):
             me in self.scene.begun, "members", f"rank {session.rank} arrives without a state"
         )
         inner()
-        here = session.rank in self.world.alive()
-        self.scene.check(here, "members", f"rank {session.rank} has arrived, and is no member")
+        alive = session.rank in self.world.alive()
+        self.scene.check(alive, "members", f"rank {session.rank} has arrived, and is no member")
         self.scene.sites["arrived late"] += 1
 
 
 class Messages(Observer):
-    """All bytes that are sent are delivered, dropped with a rank, or still on their way.
+    """Each byte that is sent is delivered, dropped with a lost rank, or still in flight.
 
-    No more of them wait than a mailbox has room for.
+    No mailbox holds more messages than its capacity.
     """
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         waiting = self.world.inboxes[dst].posted_by(src)
         self.scene.check(
-            waiting <= MAILBOX_CAPACITY, "room", f"{waiting} of rank {src} wait for rank {dst}"
+            waiting <= MAILBOX_CAPACITY,
+            "room",
+            f"{waiting} posts of rank {src} wait for rank {dst}",
         )
 
     def ended(self) -> None:
         boxes: list[Any] = self.world.inboxes
         sent = sum(transport.by_message for transport in self.scene.transports)
-        nowhere = sum(transport.to_nobody for transport in self.scene.transports)
-        put = sum(box.sent for box in boxes)
+        unaddressed = sum(transport.to_nobody for transport in self.scene.transports)
+        added = sum(box.sent for box in boxes)
         self.scene.check(
-            sent == put + nowhere, "bytes", f"{sent} sent, {put} put in, {nowhere} to nobody"
+            sent == added + unaddressed,
+            "bytes",
+            f"{sent} sent, {added} added to inboxes, {unaddressed} to departed ranks",
         )
         for rank, box in enumerate(boxes):
             assert isinstance(box, WatchedInbox)
@@ -94,12 +98,12 @@ class Messages(Observer):
                 box.sent == box.delivered + box.dropped + box.in_flight,
                 "bytes",
                 f"to rank {rank}: {box.sent} sent, {box.delivered} delivered,"
-                f" {box.dropped} dropped, {box.in_flight} on their way",
+                f" {box.dropped} dropped, {box.in_flight} in flight",
             )
 
 
 class Windows(Observer):
-    """A window's versions count up; who reads one sees what was published, and never goes back."""
+    """A window's versions count up; a reader sees what was published, and never goes back."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -126,12 +130,12 @@ class Windows(Observer):
         self.scene.check(
             torch.equal(x, self._written[src, version]),
             "windows",
-            f"what rank {rank} read of rank {src} is not what version {version} was",
+            f"rank {rank} read something else than version {version} of rank {src}",
         )
 
 
 class Batches(Observer):
-    """A batch is given out once; again only when who had it was lost, and had not used it."""
+    """A batch is given out once, and again only if its holder was lost before it used the batch."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -168,47 +172,49 @@ class Batches(Observer):
             self.scene.check(
                 batch in self._done or batch in self.world.returned,
                 "batches",
-                f"{batch} was not used, and is not among those that are told as lost",
+                f"{batch} was not used, and was not reported as lost",
             )
         for epoch in range(EPOCHS if self._holder else 0):
             numbers = sorted(number for _, e, number in self._holder if e == epoch)
             self.scene.check(
                 numbers == list(range(len(numbers))) and len(numbers) > 0,
                 "batches",
-                f"those of epoch {epoch} are {numbers}",
+                f"epoch {epoch} gave out the numbers {numbers}",
             )
 
 
 class Sums(Observer):
-    """A collective gives everyone the sum over all of its members that hand something in."""
+    """A collective sums the weights, and the finite vectors, of all members with a weight."""
 
     def reduced(self, collective: Collective) -> None:
         parts = [collective.inputs[m] for m in collective.members if collective.inputs[m][1]]
         self.scene.check(
-            collective.total == sum(weight for _, weight in parts), "sums", "the weights do not add"
+            collective.total == sum(weight for _, weight in parts),
+            "sums",
+            "the weights do not add up",
         )
         for rank in collective.members:
             x = collective.inputs[rank][0]
             if x.dtype.is_floating_point and collective.inputs[rank][1]:
                 self.scene.check(
-                    bool(torch.isfinite(x).all()), "finite", f"rank {rank} hands in {x.tolist()}"
+                    bool(torch.isfinite(x).all()), "finite", f"rank {rank} contributes {x.tolist()}"
                 )
 
 
 class Sound(Observer):
-    """What is not finite, or explodes, never comes into what ranks share; and it is counted."""
+    """Vectors that are not finite, or that exploded, are never shared; the guard counts them."""
 
     def published(self, rank: int, version: int, x: Tensor) -> None:
         strategy: Any = self.scene.workers[rank].strategy
         is_server = rank >= self.schedule.workers and isinstance(strategy, ServerStrategy)
-        self._look(strategy.shelf.vector if is_server else x, f"rank {rank} publishes")
+        self._check_finite(strategy.shelf.vector if is_server else x, f"rank {rank} publishes")
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
-        self._look(x, f"rank {src} sends rank {dst}")
+        self._check_finite(x, f"rank {src} sends rank {dst}")
 
-    def _look(self, x: Tensor, where: str) -> None:
+    def _check_finite(self, x: Tensor, action: str) -> None:
         if x.dtype.is_floating_point:
-            self.scene.check(is_sound(x), "finite", lambda: f"{where} {x.tolist()}")
+            self.scene.check(is_sound(x), "finite", lambda: f"{action} {x.tolist()}")
 
     def ended(self) -> None:
         schedule = self.schedule
@@ -224,7 +230,7 @@ class Sound(Observer):
 
 
 class Ends(Observer):
-    """Every worker that lives comes to its end, with finite numbers, and leaves nothing behind."""
+    """Every worker that is not lost finishes with a finite model, and leaks nothing."""
 
     def attach(self, session: Session) -> None:
         if session.rank < session.size:
@@ -233,11 +239,13 @@ class Ends(Observer):
     def _finish(self, session: Session, inner: Any) -> None:
         inner()
         assert session.stepper is not None
-        spans = session.stepper.replica.flat.spans  # a single worker's vector has gaps between them
+        spans = session.stepper.replica.flat.spans  # flat.x has gaps between them in a solo run
         x = torch.cat([span.parameter.detach().reshape(-1) for span in spans])
         self.scene.finished[session.rank] = x
         self.scene.check(
-            bool(torch.isfinite(x).all()), "finite", f"rank {session.rank} ends with {x.tolist()}"
+            bool(torch.isfinite(x).all()),
+            "finite",
+            f"rank {session.rank} ends with {x.tolist()}",
         )
 
     def ended(self) -> None:
@@ -246,7 +254,7 @@ class Ends(Observer):
             scene.check(
                 rank in scene.finished or rank in world.lost or rank in scene.too_late,
                 "liveness",
-                f"rank {rank} was not lost, and has not come to its end",
+                f"rank {rank} was not lost, and has not finished",
             )
         scene.check(not world.vigils and not world.receivers, "left behind", "a rank still waits")
         for rank, batches in enumerate(world.in_hand):
@@ -254,7 +262,7 @@ class Ends(Observer):
 
 
 class Steps(Observer):
-    """A worker that was not disturbed makes all of its steps."""
+    """A worker that was neither lost nor too late makes all of its steps."""
 
     def ended(self) -> None:
         if self.schedule.data != "steps":
@@ -268,16 +276,15 @@ class Steps(Observer):
 
 
 class Traffic(Observer):
-    """An undisturbed run sends as many bytes as the method's formula says."""
+    """A run without faults sends as many bytes as the method's formula says."""
 
     def watches(self) -> bool:
         schedule = self.schedule
         calm = not schedule.faults and schedule.bad_rank is None
-        calm = calm and schedule.checkpoint_steps is None  # to which servers are called
+        calm = calm and schedule.checkpoint_steps is None  # calls to servers add messages
         equal = schedule.data == "steps" and not schedule.uneven and calm
-        steady = (
-            schedule.name != "sasgd" or not schedule.falling
-        )  # it changes its form with the rate
+        # SASGD switches its form when the learning rate changes.
+        steady = schedule.name != "sasgd" or not schedule.falling
         return equal and steady and schedule.workers > 1
 
     def ended(self) -> None:

@@ -1,4 +1,4 @@
-"""The laws of methods with servers: what was pushed counts once, and who asked sees it."""
+"""The laws of methods with servers: each push counts once, before it is acknowledged."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
 
 Who = tuple[int, int]
-"""A rank and which of its lives."""
+"""A rank and its incarnation."""
 
 
 @dataclass
 class Push:
-    """What a worker handed to a server, and what became of it.
+    """A request of a worker to a server, and its effect.
 
     Attributes:
-        vector: its part of the vector.
-        request: the numbers that went with it.
-        lr: the rate that it was made with.
+        vector: the part of the worker's vector that belongs to the shard.
+        request: the numbers that were sent with it.
+        lr: the worker's learning rate at that time.
         read: the version of the shard that the worker had read last.
-        server_life: of the server that it was handed to.
-        version: of the shard, once it is in it.
+        server_life: the server's incarnation when the request was sent.
+        version: the version of the shard that contains the push; None before it is applied.
         moved: by how much it moved the shard.
-        ring: how many there are to divide a move by.
+        ring: how many workers were in the ring: a cyclic move is divided by this.
     """
 
     vector: Tensor
@@ -47,7 +47,7 @@ class Push:
 
 @dataclass
 class Shadow:
-    """What a server's shard must be: the updates in it, made once more."""
+    """What a server's shard must be, computed independently from the pushes."""
 
     x: Tensor
     version: int = 0
@@ -57,7 +57,7 @@ class Shadow:
 
 
 class Pushes(Observer):
-    """Each push is applied once, before it is acknowledged; the shard is what they add up to."""
+    """Each push is applied once, before it is acknowledged; the shard is the sum of its updates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -99,9 +99,9 @@ class Pushes(Observer):
         assert session.stepper is not None
         strategy: Any = session.strategy
         who = self._who(session.rank)
-        if g is None and who not in self._made:  # it may have been moved before its first step
+        if g is None and who not in self._made:  # the user may have moved x before step one
             self._make(who, x - strategy.origin)
-        elif g is not None and not session.stepper.replica.overflow:  # which counts as none
+        elif g is not None and not session.stepper.replica.overflow:  # no overflow is pushed
             decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
             self._make(who, g + decay * x)
         inner(x, g)
@@ -113,8 +113,8 @@ class Pushes(Observer):
         inner()
         self._make(self._who(session.rank), x - before)
 
-    def _make(self, who: Who, what: Tensor) -> None:
-        self._made[who] = what + self._made[who] if who in self._made else what
+    def _make(self, who: Who, update: Tensor) -> None:
+        self._made[who] = update + self._made[who] if who in self._made else update
 
     def _ask(
         self,
@@ -123,7 +123,7 @@ class Pushes(Observer):
         shard: int,
         vector: Tensor,
         request: Request,
-        **how: bool,
+        **flags: bool,
     ) -> bool:
         strategy: Any = session.strategy
         who, server = self._who(session.rank), session.size + shard
@@ -138,10 +138,10 @@ class Pushes(Observer):
             is_sound(push.vector), "finite", lambda: f"rank {who[0]} sends {push.vector.tolist()}"
         )
         self._pushed[who, shard, strategy.asked[shard] + 1] = push
-        left: bool = inner(shard, vector, request, **how)
-        if not left:
+        sent: bool = inner(shard, vector, request, **flags)
+        if not sent:
             del self._pushed[who, shard, strategy.asked[shard] + 1]
-        return left
+        return sent
 
     def _hear(self, session: Session, inner: Any, shard: int, x: Tensor) -> Any:
         strategy: Any = session.strategy
@@ -164,17 +164,17 @@ class Pushes(Observer):
             )
         if push.moved is not None:
             self._compare_moves(who, push, x[strategy.parts[shard]], session.size + shard)
-        self._saw(who, shard, version)
+        self._note_version(who, shard, version)
         if not reply.accepted:
             self.scene.sites["push refused"] += 1
         return reply
 
     def _compare_moves(self, who: Who, push: Push, move: Tensor, server: int) -> None:
-        """A worker is told to move as far as the center did; not at all, if that was forgotten."""
+        """A worker moves as far as the center did; not at all if a successor forgot it."""
         assert push.moved is not None
-        forgotten = push.server_life < self.scene.life(server) and not move.any()
+        no_record = push.server_life < self.scene.life(server) and not move.any()
         self.scene.check(
-            forgotten or close(move, push.moved),
+            no_record or close(move, push.moved),
             "an exchange keeps the sum",
             lambda: f"rank {who[0]} moves by {move.tolist()}, the center by {push.moved}",
         )
@@ -182,10 +182,10 @@ class Pushes(Observer):
     def _fetch(self, session: Session, inner: Any, x: Tensor, comm: Any) -> Any:
         reply, strategy = inner(x, comm), cast(ServerStrategy, session.strategy)
         for shard, version in enumerate(strategy.versions):
-            self._saw(self._who(session.rank), shard, version)
+            self._note_version(self._who(session.rank), shard, version)
         return reply
 
-    def _saw(self, who: Who, shard: int, version: int) -> None:
+    def _note_version(self, who: Who, shard: int, version: int) -> None:
         before = self._read.get((who, shard), 0)
         self.scene.check(
             version >= before, "versions", f"rank {who[0]} saw version {version} after {before}"
@@ -193,15 +193,15 @@ class Pushes(Observer):
         self._read[who, shard] = version
 
     def _flush(self, session: Session, inner: Any, x: Tensor) -> None:
-        """Afterwards, what this life has made is all in the model, or lost with a server."""
+        """After a flush, each update of this incarnation is in the model, or lost with a server."""
         inner(x)
         who, strategy = self._who(session.rank), cast(ServerStrategy, session.strategy)
         expected = self._made.get(who, torch.zeros_like(x))
         moves = isinstance(strategy, Cyclic) and strategy.moves
         mean = isinstance(strategy, Cyclic) and strategy.scale == "mean" and not moves
         total = torch.zeros_like(x)
-        for (whose, shard, _), push in self._pushed.items():
-            if whose == who and push.request.batches and self._counts(push, session.size + shard):
+        for (pusher, shard, _), push in self._pushed.items():
+            if pusher == who and push.request.batches and self._counts(push, session.size + shard):
                 times = push.request.batches if mean else 1.0
                 total[strategy.parts[shard]] += times * push.vector
         self.scene.check(
@@ -211,9 +211,9 @@ class Pushes(Observer):
         )
 
     def _counts(self, push: Push, server: int) -> bool:
-        """Whether a push is in the model, or was lost with a server that nobody heard of it."""
-        unheard = not push.request.reply and push.server_life < self.scene.life(server)
-        return push.version is not None or unheard
+        """Whether a push is in the model, or was lost with a server and asked for no reply."""
+        lost = not push.request.reply and push.server_life < self.scene.life(server)
+        return push.version is not None or lost
 
     # Servers -------------------------------------------------------------------------------------
 
@@ -252,8 +252,8 @@ class Pushes(Observer):
             age = version - push.read
             self.scene.check(age >= 0, "staleness", f"{age}")
             inner(request)
-            noted = strategy.stale.total - before
-            self.scene.check(noted == age, "staleness", f"noted {noted}, and is {age}")
+            counted = strategy.stale.total - before
+            self.scene.check(counted == age, "staleness", f"counted {counted}, and is {age}")
         else:
             inner(request)
         self.scene.check(
@@ -276,7 +276,7 @@ class Pushes(Observer):
         self.scene.check(
             push.version is None,
             "a push counts once",
-            f"what is in version {push.version} was applied again for {strategy.version}",
+            f"the push in version {push.version} was applied again for {strategy.version}",
         )
         push.version = shadow.version = strategy.version
         self._apply(strategy, shadow, push)
@@ -289,7 +289,7 @@ class Pushes(Observer):
         return self._shadows[rank]
 
     def _apply(self, strategy: Any, shadow: Shadow, push: Push) -> None:
-        """Make the update of a push, as the paper has it."""
+        """Apply a push to the shadow by the paper's formula."""
         w, before = shadow.x, shadow.x.clone()
         if isinstance(strategy, EASGD):
             w += strategy.moving_rate * (push.vector - w)
@@ -298,15 +298,15 @@ class Pushes(Observer):
         if isinstance(strategy, Cyclic) and strategy.moves:
             w += push.vector / push.ring
             return
-        kind, own = strategy.server_optimizer, self.schedule.optimizer
-        if kind == "adagrad" or (kind == "user" and own == "adam"):
+        server, user = strategy.server_optimizer, self.schedule.optimizer
+        if server == "adagrad" or (server == "user" and user == "adam"):
             shadow.known = False
             return
-        momentum = 0.9 if kind == "momentum" or (kind == "user" and own == "momentum") else 0.0
-        step = push.vector
+        with_momentum = server == "momentum" or (server == "user" and user == "momentum")
+        momentum, step = 0.9 if with_momentum else 0.0, push.vector
         if momentum:
             if self.scene.life(strategy.comm.rank) > 1:
-                shadow.known = False  # a successor has the buffers of a while ago
+                shadow.known = False  # a successor starts from older buffers
             shadow.buffer = step if shadow.buffer is None else momentum * shadow.buffer + step
             step = shadow.buffer
         w -= push.lr * step
@@ -324,7 +324,7 @@ class Pushes(Observer):
         )
 
     def ended(self) -> None:
-        """Who ends with a version of the shard ends with that shard."""
+        """A worker that finishes with a version of a shard has the vector of that version."""
         for rank, x in self.scene.finished.items():
             strategy: Any = self.scene.workers[rank].strategy
             for shard, part in enumerate(strategy.parts):
@@ -345,13 +345,13 @@ class Pushes(Observer):
 
 
 class Elastic(Observer):
-    """EASGD: what a worker moves towards the center, the center moves towards the worker."""
+    """EASGD: the center moves towards a worker as far as the worker moves towards the center."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._moves: dict[Who, Tensor] = {}
-        self._heard: dict[Who, Tensor] = {}
-        self._begun: dict[Who, Tensor] = {}
+        self._pulls: dict[Who, Tensor] = {}
+        self._starts: dict[Who, Tensor] = {}
 
     def watches(self) -> bool:
         method = self.schedule.method
@@ -377,31 +377,31 @@ class Elastic(Observer):
 
     def _exchange(self, session: Session, inner: Any, v: Tensor, x: Tensor, numbers: Any) -> None:
         inner(v, x, **numbers)
-        heard = self._begun if numbers.get("join") else self._heard
-        heard[session.rank, self.scene.life(session.rank)] = x.clone()
+        replies = self._starts if numbers.get("join") else self._pulls
+        replies[session.rank, self.scene.life(session.rank)] = x.clone()
 
     def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
         who, before = (session.rank, self.scene.life(session.rank)), x.clone()
-        self._heard.pop(who, None)
-        self._begun.pop(who, None)
+        self._pulls.pop(who, None)
+        self._starts.pop(who, None)
         inner(x, g)
-        before = self._begun.get(who, before)  # whose pulls count for nothing begins anew
-        expected = before + self._moves[who] - self._heard.get(who, torch.zeros_like(x))
+        before = self._starts.get(who, before)  # a worker that was set aside joins anew
+        expected = before + self._moves[who] - self._pulls.get(who, torch.zeros_like(x))
         self.scene.check(
             close(x, expected),
             "an exchange keeps the sum",
-            lambda: f"rank {who[0]} is at {x.tolist()} and not {expected.tolist()}",
+            lambda: f"rank {who[0]} is at {x.tolist()}, not {expected.tolist()}",
         )
 
 
 class Bound(Observer):
-    """SSP: nobody is let go on who is further ahead of the slowest than the bound."""
+    """SSP: the server lets nobody continue who is further ahead of the slowest than the bound."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._clocks: dict[tuple[int, int], float] = {}
         self._numbers: dict[tuple[int, int], float] = {}
-        self._over: set[tuple[int, int]] = set()
+        self._finished: set[tuple[int, int]] = set()
         self._joined: dict[tuple[int, int], int] = {}
 
     def watches(self) -> bool:
@@ -417,36 +417,38 @@ class Bound(Observer):
     def _act(self, strategy: Any, inner: Any, src: int, request: Request, *rest: Any) -> None:
         shard = strategy.comm.rank
         if request.join:
-            self._over.discard((shard, src))
+            self._finished.discard((shard, src))
             self._joined[shard, src] = self.scene.life(src)
             self._clocks[shard, src] = self._slowest(shard, src)
         elif request.number > self._numbers.get((shard, src), 0):
             self._clocks[shard, src] = self._clocks.get((shard, src), 0) + 1
         self._numbers[shard, src] = request.number
         if request.last:
-            self._over.add((shard, src))
+            self._finished.add((shard, src))
         inner(src, request, *rest)
-        if request.join:  # one that the server has not missed yet may be slower
-            mark = float(strategy.marks[src])
-            self._clocks[shard, src] = min(self._clocks[shard, src], mark)
+        if request.join:  # a lost worker that the server still counts may be slower
+            clock = float(strategy.marks[src])
+            self._clocks[shard, src] = min(self._clocks[shard, src], clock)
 
-    def _slowest(self, shard: int, but: int = -1) -> float:
+    def _slowest(self, shard: int, excluded: int = -1) -> float:
         clocks = [
             self._clocks.get((shard, rank), 0)
             for rank in range(self.schedule.workers)
-            if rank != but and (shard, rank) not in self._over and self._is_here(shard, rank)
+            if rank != excluded
+            and (shard, rank) not in self._finished
+            and self._is_here(shard, rank)
         ]
-        return min(clocks, default=self._clocks.get((shard, but), 0))
+        return min(clocks, default=self._clocks.get((shard, excluded), 0))
 
     def _is_here(self, shard: int, rank: int) -> bool:
-        """Whether a worker is a member, or is about to be one and has told the server so."""
+        """Whether a worker is a member, or has told the server that it will be one."""
         life = self._joined.get((shard, rank), 0)
         return rank in self.world.alive() or (life > 0 and not self.scene.is_over(rank, life))
 
     def _reply(self, strategy: Any, inner: Any, src: int) -> None:
         shard = strategy.comm.rank
         ahead = self._clocks.get((shard, src), 0) - self._slowest(shard, src)
-        if (shard, src) not in self._over:
+        if (shard, src) not in self._finished:
             self.scene.check(
                 ahead <= strategy.bound, "bound", f"rank {src} goes on, {ahead} steps ahead"
             )
@@ -454,11 +456,11 @@ class Bound(Observer):
 
 
 class Tokens(Observer):
-    """Cyclic: one valid token at most, a generation that grows, and the order of the ring."""
+    """Cyclic: there is at most one valid token, its generation grows, and it follows the ring."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._era = 0
+        self._generation = 0
 
     def watches(self) -> bool:
         return isinstance(self.schedule.method, Cyclic) and self.schedule.workers > 1
@@ -470,32 +472,36 @@ class Tokens(Observer):
             around(strategy, "_make_token", lambda inner: self._make(strategy, inner))
 
     def _make(self, strategy: Any, inner: Any) -> None:
-        before, self._era = self._era, strategy.era + 1
-        self.scene.check(self._era > before, "token", f"generation {self._era} after {before}")
+        before, self._generation = self._generation, strategy.era + 1
+        self.scene.check(
+            self._generation > before, "token", f"generation {self._generation} after {before}"
+        )
         self.scene.sites["token made anew"] += 1
         inner()
 
-    def _reply(self, strategy: Any, inner: Any, src: int, *rest: Any, **how: Any) -> None:
-        successor = how.get("successor", -1)
-        if how.get("accepted", True) and successor >= 0:
-            ring = [rank for rank, mark in enumerate(strategy.marks.tolist()) if mark >= 0]
+    def _reply(self, strategy: Any, inner: Any, src: int, *rest: Any, **fields: Any) -> None:
+        successor = fields.get("successor", -1)
+        if fields.get("accepted", True) and successor >= 0:
+            ring = [rank for rank, clock in enumerate(strategy.marks.tolist()) if clock >= 0]
             after = sorted(ring, key=lambda rank: (rank <= src, rank))
             self.scene.check(
                 successor == after[0], "ring", f"after rank {src} comes {successor} of {ring}"
             )
-        inner(src, *rest, **how)
+        inner(src, *rest, **fields)
 
     def looked(self) -> None:
-        held = []
+        holders = []
         for rank in self.world.alive():
             if rank < self.schedule.workers and rank in self.scene.workers:
                 strategy: Any = self.scene.workers[rank].strategy
-                held += [rank] if strategy.token == self._era else []
+                holders += [rank] if strategy.token == self._generation else []
                 senders = self.world.inboxes[rank]._queues.get(TOKEN, {})
-                held += [
+                holders += [
                     rank
                     for queue in senders.values()
                     for message in queue
-                    if int(message.x[0]) == self._era
+                    if int(message.x[0]) == self._generation
                 ]
-        self.scene.check(len(held) <= 1, "token", f"of generation {self._era} have one: {held}")
+        self.scene.check(
+            len(holders) <= 1, "token", f"generation {self._generation} is at {holders}"
+        )

@@ -1,4 +1,4 @@
-"""Make one run of the fault tests, with its observers."""
+"""Run one schedule of the fault tests, with its observers."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ OBSERVERS: tuple[type[Observer], ...] = (
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
-        violation: the law that it broke.
-        stopped: whether it ended early, as it had to when a rank was lost.
-        trace_hash: its fingerprint.
-        seconds: of virtual time.
-        ends: the model of each worker that came to its end.
-        sites: what happened in it, and how often.
-        bytes_sent: by all ranks.
-        images: what its disk would hold after a loss of power, at some moments.
+        violation: the first law that it broke, if any.
+        stopped: whether it stopped early because a rank was lost, as its policy demands.
+        trace_hash: the hash of its trace.
+        seconds: its duration in virtual time.
+        ends: the final model of each worker that finished.
+        sites: how often each event happened.
+        bytes_sent: by all ranks together.
+        images: what its disk would hold after a power failure, at a few moments.
     """
 
     violation: Violation | None = None
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def run(schedule: Schedule) -> Outcome:
-    """Make the run, and look whether all laws hold in it."""
+    """Run ``schedule`` and check all laws."""
     if schedule.checkpoint_steps is None:
         return _run(schedule, None, OBSERVERS)
     with Shelf(schedule) as shelf:
@@ -109,7 +109,7 @@ def run(schedule: Schedule) -> Outcome:
 
 
 def run_on(schedule: Schedule, image: Image) -> Outcome:
-    """Make the rest of a run, from the checkpoint that is there."""
+    """Resume a run from the checkpoint in ``image``."""
     with Shelf(schedule, image) as shelf:
         outcome = _run(schedule, shelf, (Ends,))
         outcome.sites["resumed"] += shelf.saving.start is not None
@@ -130,7 +130,7 @@ def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Obser
     )
     scene = Scene(schedule, world)
     world.inboxes = [WatchedInbox(scene, rank) for rank in range(schedule.size)]
-    scene.observers = [one for one in (cls(scene) for cls in observers) if one.watches()]
+    scene.observers = [each for each in (cls(scene) for cls in observers) if each.watches()]
     world.on_reduced = scene.reduced
     around(world, "inject", lambda inner, fault: _inject(scene, inner, fault))
     trace, threads = Trace(clock=lambda: world.calendar.now_s), threading.active_count()
@@ -150,7 +150,7 @@ def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Obser
 
 
 class _CountEvents(Listener):
-    """Counts what happens in a run."""
+    """Counts the events of a run."""
 
     def __init__(self, scene: Scene) -> None:
         self._sites = scene.sites
@@ -192,7 +192,7 @@ def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) 
             scene.sites["stopped"] += 1
             return None
         if elastic and set(range(schedule.workers)) <= set(world.lost):
-            return None  # of a run that has lost every one of its workers, nothing is left
+            return None  # all workers were lost: no run can go on without any
         return _ended_early(lost)
     except Exception as error:
         return _ended_early(error)
@@ -200,7 +200,7 @@ def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) 
 
 
 def _ended_early(error: Exception) -> Violation:
-    """The violation of a run that should have gone on."""
+    """The violation of a run that ended by an error although it had to go on."""
     frames = traceback.extract_tb(error.__traceback__)[-5:]
     where = " > ".join(f"{Path(frame.filename).stem}.{frame.name}" for frame in frames)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
@@ -208,14 +208,17 @@ def _ended_early(error: Exception) -> Violation:
 
 
 def _end(scene: Scene, threads: int) -> Violation | None:
-    """The laws of a whole run; one that had to stop, or in which nobody could go on, is not."""
+    """Check the laws of a finished run.
+
+    A run that had to stop, or whose workers were all set aside, does not have to obey them.
+    """
     try:
-        left = threading.active_count() - threads
-        scene.check(left == 0, "left behind", f"{left} threads")
+        leaked = threading.active_count() - threads
+        scene.check(leaked == 0, "left behind", f"{leaked} threads")
         if scene.finished and all(scene.workers[rank].set_aside for rank in scene.finished):
             scene.sites["diverged"] += 1
-        whole = not scene.sites["stopped"] and not scene.sites["diverged"]
-        for observer in scene.observers if whole else ():
+        complete = not scene.sites["stopped"] and not scene.sites["diverged"]
+        for observer in scene.observers if complete else ():
             observer.ended()
     except Violation as violation:
         return violation
@@ -223,7 +226,7 @@ def _end(scene: Scene, threads: int) -> Violation | None:
 
 
 def _note_outages(scene: Scene) -> None:
-    """Links are not harmed by events: what was planned before the end has been."""
+    """Count the link faults that began before the end: the simulator has no event for them."""
     for fault in scene.schedule.script:
         if fault.kind in LINK_KINDS and (fault.at_s or 0.0) < scene.world.calendar.now_s:
             scene.sites[fault.kind] += 1

@@ -1,4 +1,4 @@
-"""The places from which observers see a run: its mailboxes, its transports, its strategies."""
+"""How observers see a run: they hook into its mailboxes, its transports and its strategies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from paceline.training.session import Session
 
 MOST_OPERATIONS = 20_000
-"""What no run of a fault test needs, unless it goes round in circles."""
+"""A run of a fault test that makes more operations than this is taken for an endless loop."""
 
 
 class Violation(PacelineError):
-    """A law that does not hold in a run; ``law`` is its name."""
+    """A law did not hold in a run; ``law`` is its name."""
 
     def __init__(self, law: str, text: str) -> None:
         self.law = law
@@ -36,14 +36,14 @@ class Scene:
     """One run as its observers see it.
 
     Attributes:
-        schedule: what is run.
-        world: where.
-        sites: how often what happened that a good test should have seen.
-        begun: the ranks that have got their state, each with its life.
-        workers: each rank as it is in its present life.
-        transports: all of them, those of earlier lives too.
-        finished: the model of each worker that has come to its end.
-        too_late: the workers that came, or came back, when all was over.
+        schedule: the run's schedule.
+        world: the simulated world that it runs in.
+        sites: how often each event happened that a good campaign must have covered.
+        begun: (rank, incarnation) of every rank that has its initial state.
+        workers: the session of each rank's current incarnation.
+        transports: one for each incarnation of each rank.
+        finished: the final model of each worker that finished.
+        too_late: the workers that joined, or rejoined, after the training had ended.
     """
 
     def __init__(self, schedule: Schedule, world: World) -> None:
@@ -58,94 +58,94 @@ class Scene:
         self.operations = 0
 
     def life(self, rank: int) -> int:
-        """Which life of ``rank`` this is."""
+        """The current incarnation of ``rank``, from 1."""
         return self.world.reborn.get(rank, 1)
 
     def is_over(self, rank: int, life: int) -> bool:
-        """Whether that life of ``rank`` was lost."""
+        """Whether that incarnation of ``rank`` was lost."""
         gone = rank in self.world.departed and rank in self.world.lost
         return gone or self.life(rank) != life
 
     def check(self, holds: bool, law: str, text: Callable[[], str] | str) -> None:
-        """Say that ``law`` is broken, unless it holds."""
+        """Raise :class:`Violation` unless ``law`` holds."""
         if not holds:
-            told = text if isinstance(text, str) else text()
-            raise Violation(law, f"{told} (at {self.world.calendar.now_s:.6f} s)")
+            details = text if isinstance(text, str) else text()
+            raise Violation(law, f"{details} (at {self.world.calendar.now_s:.6f} s)")
 
     def reduced(self, collective: Collective) -> None:
-        """Hear that a collective has its result."""
+        """Tell the observers that a collective has its result."""
         for observer in self.observers:
             observer.reduced(collective)
 
     def came_too_late(self, rank: int) -> None:
-        """Hear that a worker has ended without training; there must be no other any more."""
+        """Note that a worker ended without training. No other worker may be alive then."""
         others = [r for r in self.world.alive() if r < self.schedule.workers and r != rank]
-        self.check(not others, "liveness", f"rank {rank} gave up while {others} were there")
+        self.check(not others, "liveness", f"rank {rank} gave up while {others} were alive")
         self.sites["came too late"] += 1
         self.too_late.add(rank)
 
     def acted(self) -> None:
-        """Hear that a rank did something: those who look at everything look now."""
+        """Count an operation of a rank, and have the observers look at the whole world."""
         self.operations += 1
-        self.check(self.operations < MOST_OPERATIONS, "liveness", "the run goes round in circles")
+        self.check(self.operations < MOST_OPERATIONS, "liveness", "the run is in an endless loop")
         for observer in self.observers:
             observer.looked()
 
 
 class Observer:
-    """One law, or a few that belong together; it hears what happens and says when one is broken."""
+    """Checks one law, or a few that belong together, on the events of a run."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.world, self.schedule = scene, scene.world, scene.schedule
 
     def watches(self) -> bool:
-        """Whether it has anything to say of this run."""
+        """Whether its laws apply to this run."""
         return True
 
     def attach(self, session: Session) -> None:
-        """Hear of a rank, before it does anything; and again of each later life of it."""
+        """Called with each new incarnation of a rank, before it does anything."""
 
     def looked(self) -> None:
-        """Look at everything, after a rank did something."""
+        """Called after each operation of any rank, to look at the whole world."""
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
-        """Hear that a message was left in a mailbox."""
+        """Called when ``src`` has posted a message to ``dst``."""
 
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
-        """Hear that a message was taken."""
+        """Called when ``rank`` has received a message of ``src``."""
 
     def published(self, rank: int, version: int, x: Tensor) -> None:
-        """Hear that a window was written."""
+        """Called when ``rank`` has written its window."""
 
     def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
-        """Hear that a window was read."""
+        """Called when ``rank`` has read the window of ``src``."""
 
     def drew(self, rank: int, queue: int, epoch: int, number: int) -> None:
-        """Hear that a batch was given out."""
+        """Called when ``rank`` has drawn a batch."""
 
     def used(self, rank: int, queue: int, epoch: int, number: int) -> None:
-        """Hear that a batch was made use of."""
+        """Called when ``rank`` has trained on a batch."""
 
     def reduced(self, collective: Collective) -> None:
-        """Hear that a collective has its result."""
+        """Called when a collective has its result."""
 
     def ended(self) -> None:
-        """Look at the whole run, which has come to its end."""
+        """Called once, after a run that was not cut short."""
 
 
 def close(x: Tensor, y: Tensor, slack: float = 1e-9) -> bool:
-    """Whether two short vectors are the same but for rounding; quicker than torch's own."""
+    """Whether two short vectors are equal up to rounding; faster than ``torch.allclose``."""
     pairs = zip(x.tolist(), y.tolist(), strict=True)
     return all(abs(a - b) <= slack * (1e-3 + abs(b)) for a, b in pairs)
 
 
 def around(target: Any, name: str, act: Callable[..., Any]) -> None:
-    """Have ``act(inner, ...)`` called in place of a method of one object."""
+    """Replace a method of one object by ``act(inner, ...)``; ``inner`` is the original."""
     setattr(target, name, partial(act, getattr(target, name)))
 
 
 class WatchedInbox(Inbox):
-    """A mailbox that counts what comes and goes, and knows which life sent what."""
+    """A mailbox that counts bytes, and knows which incarnation sent each message."""
 
     def __init__(self, scene: Scene, owner: int) -> None:
         super().__init__()
@@ -167,14 +167,14 @@ class WatchedInbox(Inbox):
             sent_by == self._scene.life(src),
             "fence",
             lambda: (
-                f"rank {self._owner} took a message of life {sent_by} of rank {src},"
-                f" which is in life {self._scene.life(src)}"
+                f"rank {self._owner} received a message of incarnation {sent_by} of rank {src},"
+                f" which is at incarnation {self._scene.life(src)}"
             ),
         )
 
     def withdraw(self, src: int, posted: bool = False) -> None:
         known, sent, dropped = dict(self._known), self.sent, self.dropped
-        super().withdraw(src, posted)  # which empties the box, and fills it again
+        super().withdraw(src, posted)  # it clears the inbox and adds the other messages again
         gone = known.keys() - self._known.keys()
         self._known = {message: known[message] for message in self._known}
         self.sent, self.dropped = sent, dropped + sum(message.x.nbytes for message in gone)
@@ -186,13 +186,13 @@ class WatchedInbox(Inbox):
 
     @property
     def in_flight(self) -> int:
-        """The bytes that are in it, or on their way to it."""
+        """The bytes of all messages that were not received yet."""
         queues = (queue for senders in self._queues.values() for queue in senders.values())
         return sum(message.x.nbytes for queue in queues for message in queue)
 
 
 class WatchedTransport(MeteredTransport):
-    """A metered transport whose every call is heard by the observers."""
+    """A metered transport that tells the observers about each call."""
 
     def __init__(self, inner: SimulatedTransport, trace: Trace, scene: Scene) -> None:
         super().__init__(inner, trace)
@@ -200,22 +200,22 @@ class WatchedTransport(MeteredTransport):
         self.to_nobody = self.by_message = 0
 
     def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
-        sent = super().start_send(x, dst, tag)
+        work = super().start_send(x, dst, tag)
         self.by_message += x.nbytes
         self.to_nobody += x.nbytes if dst in self._world.departed else 0
         self._scene.acted()
-        return sent
+        return work
 
     def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        left = super().post(x, dst, tag)
-        if left:
+        accepted = super().post(x, dst, tag)
+        if accepted:
             self.by_message += x.nbytes
             for observer in self._scene.observers:
                 observer.posted(self.rank, dst, tag, x)
         else:
             self._scene.sites["post refused"] += 1
         self._scene.acted()
-        return left
+        return accepted
 
     def take(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
@@ -243,12 +243,12 @@ class WatchedTransport(MeteredTransport):
         return version
 
     def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        seen = super().peek(src, like)
-        if seen is not None:
+        read = super().peek(src, like)
+        if read is not None:
             for observer in self._scene.observers:
-                observer.peeked(self.rank, src, *seen)
+                observer.peeked(self.rank, src, *read)
         self._scene.acted()
-        return seen
+        return read
 
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
