@@ -25,10 +25,10 @@ BEGIN, END = "<!-- planted bugs -->", "<!-- end of planted bugs -->"
 
 
 class Bug(NamedTuple):
-    """A patch to src/; its first lines say what it does, and which methods have it."""
+    """A patch to src/; its first two lines describe the bug and name the methods that have it."""
 
     path: Path
-    what: str
+    description: str
     methods: list[str]
 
 
@@ -41,14 +41,14 @@ class Find(NamedTuple):
 def bugs(names: list[str]) -> list[Bug]:
     found = []
     for path in sorted(PLANTED.glob("*.patch")):
-        what, methods = path.read_text(encoding="utf-8").splitlines()[:2]
+        description, methods = path.read_text(encoding="utf-8").splitlines()[:2]
         if not names or any(path.name.startswith(name) for name in names):
-            found.append(Bug(path, what, methods.removeprefix("Methods: ").split()))
+            found.append(Bug(path, description, methods.removeprefix("Methods: ").split()))
     return found
 
 
 def plant(bug: Bug, folder: Path) -> Path:
-    """A copy of src/ with the bug in it."""
+    """Copy src/ into ``folder`` with the bug in it."""
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     with bug.path.open("rb") as patch:
         subprocess.run(["patch", "-p1", "-s", "-d", folder], stdin=patch, check=True)
@@ -71,17 +71,17 @@ print(json.dumps(found))
 
 
 def find(bug: Bug, seeds: int) -> Find:
-    """How many seeds of a method it took, and the law that was broken first."""
+    """How many seeds of a method it took to find the bug, and the law that broke first."""
     with tempfile.TemporaryDirectory() as folder:
-        source, given = plant(bug, Path(folder)), filter(None, [os.environ.get("PYTHONPATH")])
-        told = subprocess.run(
+        source, existing = plant(bug, Path(folder)), filter(None, [os.environ.get("PYTHONPATH")])
+        process = subprocess.run(
             [sys.executable, "-c", _TRY, " ".join(bug.methods), str(seeds)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *given])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *existing])},
             capture_output=True,
             text=True,
             check=True,
         )
-    failures = json.loads(told.stdout.splitlines()[-1])
+    failures = json.loads(process.stdout.splitlines()[-1])
     if not failures:
         return Find(None, "", "")
     first = min(failures, key=lambda failure: failure["seed"])
@@ -93,16 +93,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = ["| bug | seeds | method | law that was broken |", "|---|---|---|---|"]
     missed = 0
-    for bug in bugs(given.names):
-        seen = find(bug, given.seeds)
-        missed += seen.seeds is None
-        needed = "not found" if seen.seeds is None else str(seen.seeds)
-        rows.append(f"| {bug.what} | {needed} | {seen.method} | {seen.law} |")
-        print(f"{bug.path.stem:<34}{needed:>10}  {seen.method:<12}{seen.law}", flush=True)
-    if given.write:
+    for bug in bugs(arguments.names):
+        result = find(bug, arguments.seeds)
+        missed += result.seeds is None
+        needed = "not found" if result.seeds is None else str(result.seeds)
+        rows.append(f"| {bug.description} | {needed} | {result.method} | {result.law} |")
+        print(f"{bug.path.stem:<34}{needed:>10}  {result.method:<12}{result.law}", flush=True)
+    if arguments.write:
         table = f"{BEGIN}\n\n" + "\n".join(rows) + f"\n\n{END}"
         page = re.sub(f"{BEGIN}.*{END}", lambda _: table, PAGE.read_text("utf-8"), flags=re.S)
         PAGE.write_text(page, encoding="utf-8")

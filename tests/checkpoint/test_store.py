@@ -29,7 +29,7 @@ from paceline.checkpoint.store import (
     open_checkpoint,
     seal,
 )
-from paceline.lab.faulttest.power import FragileDisk, look_at
+from paceline.lab.faulttest.power import FragileDisk, check_image
 
 RANKS = 2
 CONFIG = {"strategy": "AllReduce()", "workers": 2}
@@ -161,7 +161,7 @@ def test_a_loss_of_power_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_
         save(store, step)
         made += [step - 1 or None] * (len(disk.images) - len(made))
     for image, last in zip(disk.images, made, strict=True):
-        found = look_at(image, last)
+        found = check_image(image, last)
         assert found is None or found.step in (last, (last or 0) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Random faults in virtual time: the laws hold, and the tests that say so can fail."""
+"""Random faults in virtual time: the laws hold, and the fault tests find planted bugs."""
 
 import importlib.util
 import shutil
@@ -52,11 +52,11 @@ def load(name):
     return module
 
 
-# The laws hold -----------------------------------------------------------------------------------
+# All laws hold -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", CORPUS, ids=lambda schedule: schedule.strategy)
-def test_what_once_broke_a_law_does_so_no_more(schedule):
+def test_a_schedule_of_the_corpus_breaks_no_law(schedule):
     _, failure = try_one(schedule)
     assert failure is None, failure.text
 
@@ -67,24 +67,24 @@ def report():
 
 
 @pytest.mark.timeout(1000)
-def test_every_law_holds_whatever_goes_wrong(report):
+def test_every_law_holds_under_random_faults(report):
     assert report.runs == dict.fromkeys(STRATEGIES, SEEDS)
     assert not report.failures, "\n".join(f"{f.text}\n  {f.command}" for f in report.failures)
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_it_was_tried(report, site):
-    """Each thing happens in one of a hundred runs; what only some methods know, in theirs."""
-    knowing = [method for method, sites in report.sites.items() if sites[site]]
-    seen = sum(report.sites[method][site] for method in knowing)
-    assert seen >= 0.01 * SEEDS * max(1, len(knowing)), f"{site}: {seen}"
+def test_a_campaign_covers(report, site):
+    """Each event happens in 1 % of the runs of the methods that can have it."""
+    methods = [method for method, sites in report.sites.items() if sites[site]]
+    count = sum(report.sites[method][site] for method in methods)
+    assert count >= 0.01 * SEEDS * max(1, len(methods)), f"{site}: {count}"
 
 
 # Schedules ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
-def test_a_schedule_is_a_function_of_its_seed_and_survives_being_printed(method):
+def test_a_schedule_is_a_function_of_its_seed_and_parses_from_its_text(method):
     drawn = [draw(method, seed) for seed in range(20)]
     assert drawn == [draw(method, seed) for seed in range(20)]
     assert [Schedule.parse(str(schedule)) for schedule in drawn] == drawn
@@ -92,7 +92,7 @@ def test_a_schedule_is_a_function_of_its_seed_and_survives_being_printed(method)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("gossip", "must be like"),
         ('{"strategy": "gosip"}', 'did you mean "gossip"'),
@@ -101,17 +101,17 @@ def test_a_schedule_is_a_function_of_its_seed_and_survives_being_printed(method)
         ('{"strategy": "gossip", "faults": ["kill()"]}', "rank is missing"),
     ],
 )
-def test_a_schedule_that_is_none_is_refused(text, told):
+def test_an_invalid_schedule_is_refused(text, message):
     with pytest.raises(UsageError) as caught:
         Schedule.parse(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-# They can fail -----------------------------------------------------------------------------------
+# Bugs are found ----------------------------------------------------------------------------------
 
 
-def test_a_failing_schedule_is_made_smaller(monkeypatch):
-    """A bug that needs a late worker: what is left is that one, few others and few steps."""
+def test_a_failing_schedule_is_shrunk(monkeypatch):
+    """A bug that needs a late joiner: the late joiner, one other worker and few steps remain."""
     monkeypatch.setattr("paceline.sim.world.World.arrive", lambda world, rank: None)
     failing = Schedule(
         strategy="downpour(push_interval=2)",
@@ -121,16 +121,16 @@ def test_a_failing_schedule_is_made_smaller(monkeypatch):
         latency_s=0.003,
         faults=("slow(rank=2, factor=2.0).at(seconds=0.3)", "join(rank=1).at(seconds=0.31)"),
     )
-    broken = run(failing).violation
-    assert broken is not None
-    smallest = shrink(failing, broken.law)
+    violation = run(failing).violation
+    assert violation is not None
+    smallest = shrink(failing, violation.law)
     assert len(smallest.faults) == 1 and smallest.faults[0].startswith("join(rank=")
     assert smallest.workers == 2 and smallest.steps < 9 and smallest.optimizer == "sgd"
-    assert run(smallest).violation.law == broken.law
+    assert run(smallest).violation.law == violation.law
 
 
-def test_simpler_schedules_are_whole():
-    """Whoever is taken out, the faults of the others still name them."""
+def test_simpler_schedules_are_valid():
+    """Whichever worker is removed, the faults name ranks that exist."""
     for seed in range(30):
         for smaller in simpler(draw("layered", seed)):
             assert all((fault.rank or 0) < smaller.size for fault in smaller.script)
@@ -156,17 +156,17 @@ def test_a_planted_bug_is_found(name):
 # The command -------------------------------------------------------------------------------------
 
 
-def test_the_command_tells_how_many_seeds_it_tried(paceline):
-    wrote = paceline("faulttest", "--method", "sasgd", "--seeds", 3)
-    assert "3 runs in" in wrote.out and "seeds a second" in wrote.out
+def test_the_command_prints_how_many_seeds_it_ran(paceline):
+    printed = paceline("faulttest", "--method", "sasgd", "--seeds", 3)
+    assert "3 runs in" in printed.out and "seeds a second" in printed.out
 
 
 def test_the_command_replays_a_schedule(paceline):
     assert "all laws hold" in paceline("faulttest", "--replay", '{"strategy": "gossip"}').out
 
 
-def test_the_command_fails_with_a_command_that_shows_why(paceline, monkeypatch):
+def test_a_violation_exits_1_and_prints_the_command_that_repeats_it(paceline, monkeypatch):
     monkeypatch.setattr("paceline.strategies.cyclic.Cyclic._after", lambda self, src: src)
-    wrote = paceline("faulttest", "--replay", '{"strategy": "cyclic", "workers": 3}', code=1)
-    assert "ring: after rank 0 comes 0" in wrote.out
-    assert 'paceline faulttest --replay \'{"strategy": "cyclic"' in wrote.out
+    printed = paceline("faulttest", "--replay", '{"strategy": "cyclic", "workers": 3}', code=1)
+    assert "ring: after rank 0 comes 0" in printed.out
+    assert 'paceline faulttest --replay \'{"strategy": "cyclic"' in printed.out

@@ -1,4 +1,4 @@
-"""Many seeds of many methods, on all cores: what broke, and what was seen on the way."""
+"""Run many seeds of many methods on all cores, and report violations and coverage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.lab.faulttest.schedule import Schedule, draw
 from paceline.lab.pool import answers, cores, serve
 
 CHUNK = 10
-"""Seeds that a process is given at a time."""
+"""How many seeds a process is given at a time."""
 
 
 @dataclass
@@ -31,19 +31,19 @@ class Failure:
 
     @property
     def command(self) -> str:
-        """The command that makes it again."""
+        """The command that repeats it."""
         return f"paceline faulttest --replay {shlex.quote(self.schedule)}"
 
 
 @dataclass
 class Report:
-    """What came of many seeds.
+    """The results of a campaign.
 
     Attributes:
-        runs: by method.
-        sites: in how many runs each thing happened, by method.
-        failures: those that broke a law.
-        seconds: how long it all took.
+        runs: the number of runs, by method.
+        sites: in how many runs each event happened, by method.
+        failures: the runs that broke a law.
+        seconds: how long the campaign took.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -53,23 +53,23 @@ class Report:
 
     @property
     def seeds_per_s(self) -> float:
-        """How many runs were made in a second, second runs of the same seed not counted."""
+        """The runs per second; the second run of a comparison does not count."""
         return self.runs.total() / self.seconds if self.seconds else 0.0
 
 
 def campaign(methods: Sequence[str], seeds: range, processes: int | None = None) -> Report:
-    """Try these seeds of each method, in so many processes; one a core when not given."""
+    """Run these seeds of each method in ``processes`` processes (default: one per core)."""
     report, began_s = Report(), time.monotonic()
     jobs = [
         json.dumps([method, first, min(CHUNK, seeds.stop - first)])
         for first in range(seeds.start, seeds.stop, CHUNK)
         for method in methods
     ]
-    for job, told in answers(
+    for job, result in answers(
         jobs, "paceline.lab.faulttest.campaign", try_seeds, processes or cores()
     ):
         method, _, count = json.loads(job)
-        answer = json.loads(told)
+        answer = json.loads(result)
         report.runs[method] += count
         report.sites.setdefault(method, Counter()).update(answer["sites"])
         report.failures += [Failure(**failure) for failure in answer["failures"]]
@@ -78,38 +78,38 @@ def campaign(methods: Sequence[str], seeds: range, processes: int | None = None)
 
 
 def try_seeds(job: str) -> str:
-    """The schedules of some seeds of a method, texts in and out."""
+    """Run a few seeds of a method; job and result are JSON."""
     method, first, count = json.loads(job)
     sites: Counter[str] = Counter()
     failures = []
     for seed in range(first, first + count):
-        outcome, failure = try_one(draw(method, seed), seed)
-        sites.update((+outcome).keys())  # what has happened, and not what was only counted
+        events, failure = try_one(draw(method, seed), seed)
+        sites.update((+events).keys())  # only what happened at least once
         failures += [vars(failure)] if failure else []
     return json.dumps({"sites": sites, "failures": failures})
 
 
 def try_one(schedule: Schedule, seed: int | None = None) -> tuple[Counter[str], Failure | None]:
-    """Run one schedule: what happened in it, and the law that it broke."""
+    """Run one schedule; return how often each event happened, and the failure if a law broke."""
     from paceline.lab.faulttest.laws import examine
 
     outcome = examine(schedule)
-    broken = outcome.violation
-    if broken is None:
+    violation = outcome.violation
+    if violation is None:
         return outcome.sites, None
-    failure = Failure(schedule.name, seed, str(schedule), broken.law, str(broken))
+    failure = Failure(schedule.name, seed, str(schedule), violation.law, str(violation))
     return outcome.sites, failure
 
 
 def read_corpus(path: Path) -> Iterator[Schedule]:
-    """The schedules of a file, one a line; those that begin with # say what the next one was."""
+    """The schedules of a file, one per line; a line that starts with # describes the next one."""
     for line in read_text(path).splitlines():
         if line.strip() and not line.startswith("#"):
             yield Schedule.parse(line)
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """A report as other programs read it."""
+    """The report as JSON data."""
     return {
         "runs": report.runs.total(),
         "methods": dict(report.runs),

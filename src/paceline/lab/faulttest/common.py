@@ -201,7 +201,7 @@ class Sums(Observer):
                 )
 
 
-class Sound(Observer):
+class FiniteValues(Observer):
     """Vectors that are not finite, or that exploded, are never shared; the guard counts them."""
 
     def published(self, rank: int, version: int, x: Tensor) -> None:
@@ -229,7 +229,7 @@ class Sound(Observer):
         )
 
 
-class Ends(Observer):
+class Completion(Observer):
     """Every worker that is not lost finishes with a finite model, and leaks nothing."""
 
     def attach(self, session: Session) -> None:
@@ -261,7 +261,7 @@ class Ends(Observer):
             scene.check(not batches, "left behind", f"rank {rank} still has {batches}")
 
 
-class Steps(Observer):
+class StepCounts(Observer):
     """A worker that was neither lost nor too late makes all of its steps."""
 
     def ended(self) -> None:

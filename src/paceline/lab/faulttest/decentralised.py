@@ -1,4 +1,4 @@
-"""The laws of methods without a center: what is averaged, and what is moved from one to another."""
+"""The laws of methods without a center: averages are right, and moves between two cancel out."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paceline.training.session import Session
 
 
 class Averages(Observer):
-    """Gossip: after a step a worker is at the mean of its own model and those that it took in.
+    """Gossip: after a step a worker is at the mean of its own model and those that it received.
 
-    AD-PSGD: a worker moves by its own step and by the moves that it took in, less those that it
-    sent: what one loses the other gains.
+    AD-PSGD: a worker moves by its own step, plus the moves that it received, minus the moves that
+    it sent: what one loses the other gains.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._came: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._went: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._received: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._sent: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._local: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watches(self) -> bool:
@@ -38,14 +38,14 @@ class Averages(Observer):
 
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
         if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
-            self._came[rank].append(_open(x))
+            self._received[rank].append(_vector_of(x))
 
     def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
-        self._came[rank].append(_open(x))
+        self._received[rank].append(_vector_of(x))
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
-            self._went[src].append(_open(x))
+            self._sent[src].append(_vector_of(x))
 
     def _update(self, session: Session, inner: Any) -> None:
         assert session.stepper is not None
@@ -56,8 +56,8 @@ class Averages(Observer):
 
     def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
         rank, before = session.rank, x.clone()
-        self._came[rank].clear()
-        self._went[rank].clear()
+        self._received[rank].clear()
+        self._sent[rank].clear()
         inner(x, g)
         expected = self._expected(session, before)
         self.scene.check(
@@ -65,22 +65,22 @@ class Averages(Observer):
             "an average is that of all who met",
             lambda: (
                 f"rank {rank} is at {x.tolist()} and not {expected.tolist()}, after"
-                f" {[v.tolist() for v in self._came[rank]]} came"
+                f" {[v.tolist() for v in self._received[rank]]} received"
             ),
         )
 
     def _expected(self, session: Session, before: Tensor) -> Tensor:
-        came, went = self._came[session.rank], self._went[session.rank]
+        received, sent = self._received[session.rank], self._sent[session.rank]
         start, end = self._local[session.rank]
         if isinstance(session.strategy, ADPSGD):
             moved = end - start
-            return before + moved + sum(came, torch.zeros_like(before)) - sum(went, 0 * before)
+            return before + moved + sum(received, torch.zeros_like(before)) - sum(sent, 0 * before)
         assert isinstance(session.strategy, Gossip)
         if session.strategy.order == "parallel":
-            return end + (torch.stack([before, *came]).mean(0) - before)
-        return torch.stack([end, *came]).mean(0)
+            return end + (torch.stack([before, *received]).mean(0) - before)
+        return torch.stack([end, *received]).mean(0)
 
 
-def _open(message: Tensor) -> Tensor:
-    """The model, or the move, in a message."""
+def _vector_of(message: Tensor) -> Tensor:
+    """The model, or the move, that a message carries."""
     return Packet(message, len(Note._fields), torch.float64).vector.clone()

@@ -1,4 +1,4 @@
-"""Laws that take a second run: of the same, half as fast, mirrored, of one alone, resumed."""
+"""Laws that compare two runs: repeated, at half the speed, mirrored, solo, or resumed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 from paceline.common.faults import Fault, say_fault
 from paceline.lab.faulttest.schedule import Schedule
 from paceline.lab.faulttest.training import learn, model_of, optimizer_of, own_batches
-from paceline.lab.faulttest.trial import Outcome, run, run_on
+from paceline.lab.faulttest.trial import RunOutcome, resume, run
 from paceline.lab.faulttest.watched import Violation
 
 _TURNS = 8
-"""Of so many seeds one is run again, one at half the speed, one alone, one resumed, and
-one with the ranks mirrored."""
+"""A second run takes time: each comparison is made for one seed in this many."""
 
 
-def examine(schedule: Schedule) -> Outcome:
-    """Run a schedule; where it is its turn, and no law was broken, look at a second run as well."""
+def examine(schedule: Schedule) -> RunOutcome:
+    """Run a schedule; if it breaks no law, compare it with the second run its seed asks for."""
     outcome = run(schedule)
     if outcome.violation is None:
         try:
@@ -29,7 +28,7 @@ def examine(schedule: Schedule) -> Outcome:
     return outcome
 
 
-def _compare(schedule: Schedule, outcome: Outcome) -> None:
+def _compare(schedule: Schedule, outcome: RunOutcome) -> None:
     turn = schedule.seed % _TURNS
     if turn == 0:
         _run_again(schedule, outcome)
@@ -38,16 +37,16 @@ def _compare(schedule: Schedule, outcome: Outcome) -> None:
     elif turn == 2:
         _run_alone(schedule)
     elif turn == 3:
-        _run_on(schedule, outcome)
+        _resume(schedule, outcome)
     elif turn == 4:
         _run_mirrored(schedule)
     elif turn == 5:
-        _run_on_after_losses(schedule, outcome)
+        _resume_after_losses(schedule, outcome)
     elif schedule.name == "layered" and not schedule.faults:
         _run_in_lockstep(schedule, outcome)
 
 
-def _run_again(schedule: Schedule, outcome: Outcome) -> None:
+def _run_again(schedule: Schedule, outcome: RunOutcome) -> None:
     """A run is a function of its seed."""
     outcome.sites["run again"] += 1
     again = run(schedule)
@@ -55,10 +54,10 @@ def _run_again(schedule: Schedule, outcome: Outcome) -> None:
         raise Violation("same seed, same run", f"{again.trace_hash} and {outcome.trace_hash}")
 
 
-def _run_slowly(schedule: Schedule, outcome: Outcome) -> None:
-    """When all takes twice as long, the run does, and nothing else changes."""
+def _run_slowly(schedule: Schedule, outcome: RunOutcome) -> None:
+    """If everything takes twice as long, the run takes twice as long and gives the same models."""
     if outcome.sites["succeeded"] or schedule.max_restarts or outcome.stopped:
-        return  # how long it takes until a rank is started again is not the schedule's to say
+        return  # the delay before a rank is restarted does not scale with the schedule
     outcome.sites["run slowly"] += 1
     slow = run(
         schedule.but(
@@ -68,7 +67,7 @@ def _run_slowly(schedule: Schedule, outcome: Outcome) -> None:
             step_s=2 * schedule.step_s,
             load_s=2 * schedule.load_s,
             dead_s=2 * schedule.dead_s,
-            faults=tuple(say_fault(_later(fault)) for fault in schedule.script),
+            faults=tuple(say_fault(_slowed(fault)) for fault in schedule.script),
         )
     )
     if slow.violation is not None:
@@ -79,14 +78,14 @@ def _run_slowly(schedule: Schedule, outcome: Outcome) -> None:
         )
 
 
-def _later(fault: Fault) -> Fault:
+def _slowed(fault: Fault) -> Fault:
     at_s = None if fault.at_s is None else 2 * fault.at_s
     for_s = None if fault.for_s is None else 2 * fault.for_s
     return dataclasses.replace(fault, at_s=at_s, for_s=for_s)
 
 
 def _run_alone(schedule: Schedule) -> None:
-    """A single worker is the plain optimizer, bit for bit."""
+    """A single worker trains like the plain optimizer, bit for bit."""
     alone = schedule.but(workers=1, faults=(), data="steps", bad_rank=None, bad_steps=())
     outcome = run(alone)
     if outcome.violation is not None:
@@ -98,13 +97,13 @@ def _run_alone(schedule: Schedule) -> None:
         raise Violation("one worker is the plain optimizer", f"{outcome.ends[0]}, not {x}")
 
 
-def _run_on(schedule: Schedule, outcome: Outcome) -> None:
-    """A run that loses its power, and is resumed, is the one that was not disturbed."""
+def _resume(schedule: Schedule, outcome: RunOutcome) -> None:
+    """A run that is resumed after a power failure ends like one that had none."""
     saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2, faults=())
     whole = outcome if saved == schedule else run(saved)
     if whole.violation is not None:
         raise whole.violation
-    rest = run_on(saved, whole.images[0])
+    rest = resume(saved, whole.images[0])
     outcome.sites["resumed"] += rest.sites["resumed"]
     if rest.violation is not None:
         raise rest.violation
@@ -115,27 +114,27 @@ def _run_on(schedule: Schedule, outcome: Outcome) -> None:
         )
 
 
-def _run_on_after_losses(schedule: Schedule, outcome: Outcome) -> None:
-    """A run that has lost workers can be resumed, too: those join it, and all come to the end."""
+def _resume_after_losses(schedule: Schedule, outcome: RunOutcome) -> None:
+    """A run that lost workers can be resumed: the lost ones join again, and all finish."""
     if not schedule.faults or not schedule.losses.goes_on or outcome.stopped:
         return
     saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2)
     whole = outcome if saved == schedule else run(saved)
     if whole.violation is not None:
         raise whole.violation
-    rest = run_on(saved.but(faults=()), whole.images[0])
+    rest = resume(saved.but(faults=()), whole.images[0])
     if rest.violation is not None:
         raise rest.violation
     outcome.sites["resumed after losses"] += rest.sites["joined"]
 
 
 def _run_mirrored(schedule: Schedule) -> None:
-    """To whom the ranks are given makes no difference where all wait for all."""
-    apart = schedule.data != "steps" or schedule.objective == "still"
-    if schedule.name not in ("allreduce", "sasgd", "diloco") or apart:
+    """In a synchronous method, reversing the order of the ranks does not change the result."""
+    depends_on_rank = schedule.data != "steps" or schedule.objective == "still"
+    if schedule.name not in ("allreduce", "sasgd", "diloco") or depends_on_rank:
         return
     calm = schedule.but(faults=(), bad_rank=None, bad_steps=(), checkpoint_steps=None)
-    mirrored = calm.but(mirrored=True, factors=_of_each(calm)[::-1])
+    mirrored = calm.but(mirrored=True, factors=_factor_of_each(calm)[::-1])
     plain, other = run(calm), run(mirrored)
     for outcome in (plain, other):
         if outcome.violation is not None:
@@ -144,13 +143,13 @@ def _run_mirrored(schedule: Schedule) -> None:
         raise Violation("ranks are names", f"{plain.ends[0]}, mirrored {other.ends[0]}")
 
 
-def _of_each(schedule: Schedule) -> tuple[float, ...]:
-    """The factor of each worker; those of a cluster go round."""
+def _factor_of_each(schedule: Schedule) -> tuple[float, ...]:
+    """The speed factor of each worker; a cluster repeats its factors in turn."""
     factors = schedule.factors
     return tuple(factors[rank % len(factors)] for rank in range(schedule.workers))
 
 
-def _run_in_lockstep(schedule: Schedule, outcome: Outcome) -> None:
+def _run_in_lockstep(schedule: Schedule, outcome: RunOutcome) -> None:
     """Layered SGD is synchronous SGD."""
     outcome.sites["run in lockstep"] += 1
     plain = run(schedule.but(strategy="allreduce"))

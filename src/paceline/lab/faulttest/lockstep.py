@@ -20,16 +20,16 @@ from paceline.training.session import Session
 
 
 @dataclass
-class Part:
-    """What one worker brought to a step or a meeting: its model before, and what it gave."""
+class Contribution:
+    """What one worker put into a step or an averaging: its model before, and its contribution."""
 
     x: Tensor
-    given: Tensor
+    contribution: Tensor
     weight: float
 
 
 class Replicas(Observer):
-    """Workers that have made the same number of steps hold the same bits."""
+    """Workers that made the same number of steps have bit-equal replicas."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -37,10 +37,10 @@ class Replicas(Observer):
 
     def watches(self) -> bool:
         method = self.schedule.method
-        meets = isinstance(method, (SASGD, DiLoCo, Hierarchical))
-        meets = meets or self.schedule.name in ("allreduce", "layered")
-        meets = meets or (isinstance(method, EASGD) and method.sync)
-        return meets and self.schedule.workers > 1 and self.schedule.objective != "still"
+        averages = isinstance(method, (SASGD, DiLoCo, Hierarchical))
+        averages = averages or self.schedule.name in ("allreduce", "layered")
+        averages = averages or (isinstance(method, EASGD) and method.sync)
+        return averages and self.schedule.workers > 1 and self.schedule.objective != "still"
 
     def attach(self, session: Session) -> None:
         if session.rank < session.size:
@@ -54,7 +54,7 @@ class Replicas(Observer):
         inner(x, g)
 
     def _shared(self, strategy: Any, x: Tensor) -> Tensor | None:
-        """What all workers have alike before this step; None where they need not."""
+        """The vector that all workers must share before this step; None if they may differ."""
         if isinstance(strategy, EASGD):
             return strategy.center
         if isinstance(strategy, (SASGD, DiLoCo)):
@@ -77,7 +77,7 @@ class Replicas(Observer):
         )
 
     def ended(self) -> None:
-        """Whoever comes to the end does so with the same model."""
+        """All workers finish with the same model."""
         ends = list(self.scene.finished.items())
         for rank, x in ends[1:]:
             self.scene.check(
@@ -88,20 +88,20 @@ class Replicas(Observer):
 
 
 class Means(Observer):
-    """A step, or a meeting, takes the mean over those who are there, each with its weight."""
+    """A step, or an averaging, takes the weighted mean over the workers that take part."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._parts: defaultdict[int, dict[int, Part]] = defaultdict(dict)
+        self._parts: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
         self._after: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._meetings: dict[int, int] = {}
+        self._averagings: dict[int, int] = {}
 
     def watches(self) -> bool:
         method, schedule = self.schedule.method, self.schedule
         plain = schedule.optimizer in ("sgd", "decay")
         steps = schedule.name in ("allreduce", "layered") and plain
-        meets = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
-        return (steps or meets) and schedule.workers > 1 and schedule.objective != "still"
+        averages = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
+        return (steps or averages) and schedule.workers > 1 and schedule.objective != "still"
 
     def attach(self, session: Session) -> None:
         if session.rank >= session.size:
@@ -118,45 +118,44 @@ class Means(Observer):
         decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
         after = x - replica.lrs()[0] * (g + decay * x)
         weight = 0.0 if replica.overflow else replica.samples
-        self._parts[number][session.rank] = Part(x.clone(), after, weight)
+        self._parts[number][session.rank] = Contribution(x.clone(), after, weight)
         if number:
             self._after[number - 1][session.rank] = x.clone()
         inner(x, g)
 
     def _meet(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
-        number = self._meetings.get(session.rank, 0)
-        counts = 0 if session.rank in session.strategy.guard.aside else weight
-        self._meetings[session.rank] = number + 1
-        self._parts[number][session.rank] = Part(x.clone(), x.clone(), counts)
-        going_on: bool = inner(x, weight)
-        if going_on and not getattr(session.strategy, "_behind", False):
+        number = self._averagings.get(session.rank, 0)
+        counted = 0 if session.rank in session.strategy.guard.aside else weight
+        self._averagings[session.rank] = number + 1
+        self._parts[number][session.rank] = Contribution(x.clone(), x.clone(), counted)
+        goes_on: bool = inner(x, weight)
+        if goes_on and not getattr(session.strategy, "_behind", False):
             self._after[number][session.rank] = x.clone()
-        return going_on
+        return goes_on
 
     def ended(self) -> None:
-        """All who went on after an exchange had a part in it; of the others, any number had."""
-        for number, every in self._after.items():
+        """The mean contains all who went on after an exchange, and any subset of the others."""
+        for number, models in self._after.items():
             parts = self._parts[number]
-            after = {rank: x for rank, x in every.items() if parts[rank].weight} or every
+            after = {rank: x for rank, x in models.items() if parts[rank].weight} or models
             rank, x = next(iter(after.items()))
-            right = (close(x, m) for m in _means(parts, after))
             self.scene.check(
-                any(right),
+                any(close(x, mean) for mean in _means(parts, after)),
                 "the mean is over those who are there",
                 f"after exchange {number} rank {rank} is at {x.tolist()}; of"
-                f" {[(r, p.given.tolist(), p.weight) for r, p in parts.items()]}",
+                f" {[(r, p.contribution.tolist(), p.weight) for r, p in parts.items()]}",
             )
 
 
-def _means(parts: dict[int, Part], after: dict[int, Tensor]) -> Iterator[Tensor]:
-    """The means that are right: of all, and without some of those who did not go on."""
-    doubtful = [rank for rank in parts if rank not in after]
-    for count in range(len(doubtful) + 1):
-        for left_out in combinations(doubtful, count):
-            here = [part for rank, part in parts.items() if rank not in left_out]
-            given = [(part.given, part.weight) for part in here if part.weight]
-            total = sum(weight for _, weight in given)
+def _means(parts: dict[int, Contribution], after: dict[int, Tensor]) -> Iterator[Tensor]:
+    """The means that are allowed: over all, and over all but some of those who did not go on."""
+    uncertain = [rank for rank in parts if rank not in after]
+    for count in range(len(uncertain) + 1):
+        for absent in combinations(uncertain, count):
+            present = [part for rank, part in parts.items() if rank not in absent]
+            weighted = [(part.contribution, part.weight) for part in present if part.weight]
+            total = sum(weight for _, weight in weighted)
             if total:
-                yield sum((weight * x for x, weight in given), start=0 * given[0][0]) / total
-            elif here:  # of whom nobody has anything to give
-                yield here[0].x
+                yield sum((weight * x for x, weight in weighted), start=0 * weighted[0][0]) / total
+            elif present:  # nobody contributes: all stay where they are
+                yield present[0].x

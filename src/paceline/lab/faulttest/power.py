@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that may lose its power at any moment, and what is there afterwards."""
+"""Checkpoints on a disk whose power may fail at any moment, and what it holds afterwards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from paceline.record.result import RunBook
 from paceline.training.checkpointing import CheckpointParticipant
 
 Image = Mapping[str, bytes]
+"""The files on a disk: their contents by name."""
 MOMENTS = 3
-"""At so many moments of a run its disk is looked at as if the power had failed there."""
+"""The disk is checked after a power failure at this many random moments of a run."""
 
 
 class FragileDisk(Disk):
-    """Remembers what would be there after a loss of power, at each moment.
+    """Records what it would hold after a power failure, at each moment.
 
-    What was not flushed is half there, if it has its name; and names that were not flushed are
-    there or not.
+    Of a file that was not flushed, half the content survives. A name that was not flushed may
+    survive or not: both images are recorded.
 
     Args:
-        root: the folder that it is.
+        root: the folder that stands for the disk.
 
     Attributes:
-        images: what would be there, at each moment; files by their names.
-        on_image: called with each moment.
+        images: the possible contents after each operation.
+        on_image: called after each image is added.
     """
 
     def __init__(self, root: Path) -> None:
@@ -48,108 +49,108 @@ class FragileDisk(Disk):
             if path.is_file():
                 name = self._name(path)
                 self._nodes[name] = self._names[name] = [path.read_bytes()] * 2
-        self._note()
+        self._record()
 
     def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
         super().write(path, content, on_half)
         self._nodes[self._name(path)] = [content, content[: len(content) // 2]]
-        self._note()
+        self._record()
 
     def flush(self, path: Path) -> None:
         name = self._name(path)
         if name in self._nodes:
             self._nodes[name][1] = self._nodes[name][0]
         else:
-            for gone in [n for n in self._names if dirname(n) == name and n not in self._nodes]:
-                del self._names[gone]
+            for removed in [n for n in self._names if dirname(n) == name and n not in self._nodes]:
+                del self._names[removed]
             self._names |= {n: node for n, node in self._nodes.items() if dirname(n) == name}
-        self._note()
+        self._record()
 
     def rename(self, path: Path, target: Path) -> None:
         super().rename(path, target)
         name = self._name(path)
         for moved in [n for n in self._nodes if n == name or n.startswith(f"{name}/")]:
             self._nodes[self._name(target) + moved[len(name) :]] = self._nodes.pop(moved)
-        self._note()
+        self._record()
 
     def remove(self, path: Path) -> None:
         super().remove(path)
         name = self._name(path)
-        for gone in [n for n in self._nodes if n == name or n.startswith(f"{name}/")]:
-            del self._nodes[gone]
-        self._note()
+        for removed in [n for n in self._nodes if n == name or n.startswith(f"{name}/")]:
+            del self._nodes[removed]
+        self._record()
 
     def _name(self, path: Path) -> str:
-        """Of a path below the root: its name from there."""
+        """The name of ``path`` relative to the root."""
         return str(path)[len(str(self.root)) + 1 :]
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         for names in (self._names, self._nodes):
             self.images.append({name: node[1] for name, node in names.items()})
             self.on_image()
 
 
-class Shelf:
-    """Where a run of the fault tests has its checkpoints.
+class CheckpointFolder:
+    """The folder on a fragile disk into which a run of the fault tests writes its checkpoints.
 
     Args:
         schedule: the run.
-        image: what is there already; the run goes on from it.
+        image: what the disk holds already; the run resumes from it.
 
     Attributes:
-        made: for each image of the disk, the step of the last checkpoint that was complete by then.
+        completed: for each image of the disk, the step of the last checkpoint completed by then.
     """
 
     def __init__(self, schedule: Schedule, image: Image | None = None) -> None:
         self._schedule = schedule
         self._folder = TemporaryDirectory(prefix="paceline-faulttest-")
         root = Path(self._folder.name)
-        lay_out(image or {}, root)
+        write_image(image or {}, root)
         self.disk = FragileDisk(root)
         steps = schedule.checkpoint_steps
-        self.saving = CheckpointCoordinator(
+        self.coordinator = CheckpointCoordinator(
             root, steps=steps, minutes=None, keep=1, resume=True, disk=self.disk
         )
-        with warnings.catch_warnings(action="ignore"):  # of a pointer that is not there yet
-            self.saving.prepare({"schedule": str(schedule.but(faults=()))}, schedule.size)
-        self.saving.follow(RunBook(None, None))
-        self.made: list[int | None] = [None] * len(self.disk.images)
-        self.disk.on_image = lambda: self.made.append(self.saving.last)
+        with warnings.catch_warnings(action="ignore"):  # there is no checkpoint yet
+            self.coordinator.prepare({"schedule": str(schedule.but(faults=()))}, schedule.size)
+        self.coordinator.follow(RunBook(None, None))
+        self.completed: list[int | None] = [None] * len(self.disk.images)
+        self.disk.on_image = lambda: self.completed.append(self.coordinator.last)
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> CheckpointFolder:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._folder.cleanup()
 
     def checkpointing(self) -> CheckpointParticipant:
-        """What one rank makes its part of them with."""
-        assert self.saving.plan is not None
-        return CheckpointParticipant(self.saving.plan, self.saving.hear, self.disk)
+        """The participant of one rank."""
+        assert self.coordinator.plan is not None
+        return CheckpointParticipant(self.coordinator.plan, self.coordinator.hear, self.disk)
 
-    def after_loss_of_power(self) -> list[tuple[Image, int | None]]:
-        """What is there after a loss of power, at some moments, and what had been made by then."""
+    def after_power_failures(self) -> list[tuple[Image, int | None]]:
+        """Images after a power failure at random moments, with the last checkpoint completed."""
         random = stream(self._schedule.seed, "power")
         moments = random.integers(len(self.disk.images), size=MOMENTS)
-        return [(self.disk.images[moment], self.made[moment]) for moment in moments]
+        return [(self.disk.images[moment], self.completed[moment]) for moment in moments]
 
-    def check(self) -> int:
-        """Whether a loss of power would have spoiled a checkpoint; how many were looked at."""
-        found = [look_at(image, made) for image, made in self.after_loss_of_power()]
-        return sum(one is not None for one in found)
+    def check_images(self) -> int:
+        """Check that no power failure would have spoiled a checkpoint; how many were found."""
+        found = [check_image(image, completed) for image, completed in self.after_power_failures()]
+        return sum(checkpoint is not None for checkpoint in found)
 
 
-def lay_out(image: Image, root: Path) -> None:
-    """Make the files of an image."""
+def write_image(image: Image, root: Path) -> None:
+    """Write the files of ``image`` into ``root``."""
     for name, content in image.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
 
 
-def look_at(image: Image, made: int | None) -> Checkpoint | None:
-    """The checkpoint that is there: whole, and no older than the one that had been ``made``."""
+def check_image(image: Image, completed: int | None) -> Checkpoint | None:
+    """The newest checkpoint in ``image``; it must be complete, and no older than ``completed``."""
     with TemporaryDirectory(prefix="paceline-faulttest-") as folder:
-        lay_out(image, Path(folder))
+        write_image(image, Path(folder))
         found, unusable = Store(Path(folder) / "checkpoints").look()
         try:
             for rank in found.ranks if found else ():
@@ -159,9 +160,10 @@ def look_at(image: Image, made: int | None) -> Checkpoint | None:
             unusable.append(str(error))
         if unusable:
             raise Violation("a loss of power spoils nothing", unusable[0])
-    if made is not None and (found is None or found.step < made):
+    if completed is not None and (found is None or found.step < completed):
         step = None if found is None else found.step
         raise Violation(
-            "a checkpoint that was made stays", f"that of step {made} is gone; there is {step}"
+            "a checkpoint that was made stays",
+            f"that of step {completed} is gone; there is {step}",
         )
     return found

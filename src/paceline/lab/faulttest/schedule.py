@@ -1,4 +1,4 @@
-"""One run of the fault tests: all that decides it, drawn from a seed or read from a line."""
+"""One run of the fault tests: everything that decides it, drawn from a seed or parsed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OBJECTIVES = ("quadratic", "network", "still")
 OPTIMIZERS = ("sgd", "momentum", "decay", "adam")
 DATA = ("steps", "auto", "static")
 BAD = {"nan": math.nan, "inf": -math.inf, "huge": 1e30}
-"""What bad gradients are full of."""
+"""What a bad gradient is filled with, by its kind."""
 _LATENCIES_S = (0.0, 1e-4, 3e-3, 0.05)
 _BYTES_PER_S = (math.inf, 1e6, 1e4, 3e3)
 
@@ -38,26 +38,27 @@ class Schedule:
 
     Args:
         strategy: the method, with its options.
-        workers: how many.
-        steps: of each worker; with a loader, about as many.
-        uneven: by how many fewer each next worker has, in turn, up to three of them.
-        seed: of what is random in the run itself.
-        mirrored: whether ranks have each other's data and speed, the first those of the last.
-        objective: ``quadratic``, a tiny ``network``, or ``still``, without gradients.
+        workers: the number of workers.
+        steps: the steps of each worker; with a loader, about as many.
+        uneven: each worker makes this many steps fewer than the one before, in turns of four.
+        seed: the seed of the run itself.
+        mirrored: whether the data and speeds are handed to the ranks in reverse order.
+        objective: ``quadratic``, a tiny ``network``, or ``still`` (all gradients zero).
         optimizer: plain SGD, with ``momentum``, with weight ``decay``, or ``adam``.
-        lr: the rate; ``falling`` halves it on the way.
-        data: each worker's own ``steps``, or a loader shared in this way.
-        latency_s: of links; then their ``bytes_per_s``, and that of servers.
-        step_s: what a gradient takes; ``spread`` and ``factors`` as of a cluster.
-        load_s: what a batch takes to load.
-        ranks_per_node: as of a cluster.
-        on_loss: what comes of a lost rank; when not given, as the method has it.
-        max_restarts: of lost workers.
-        dead_s: how long a rank is stopped until it is lost.
-        checkpoint_steps: after so many steps a checkpoint is made.
-        bad_rank: a worker some of whose gradients are bad; ``bad_steps`` says which, and
-            ``bad_kind`` how.
-        faults: what goes wrong, as sentences.
+        lr: the learning rate; ``falling`` halves it by the last step.
+        data: ``steps`` (batches of the worker's own), or how a loader shares its data.
+        latency_s: the latency of links.
+        bytes_per_s: the bandwidth of links.
+        serving_bytes_per_s: how fast servers work through requests.
+        step_s: the time of a gradient; ``spread`` and ``factors`` are those of a cluster.
+        load_s: the time to load a batch.
+        ranks_per_node: as in a cluster.
+        on_loss: whether the run continues without a lost rank; by default as the method has it.
+        max_restarts: how many lost workers are restarted.
+        dead_s: a rank that is stopped for longer is lost.
+        checkpoint_steps: the steps between checkpoints; None for no checkpoints.
+        bad_rank: the worker that has bad gradients, of ``bad_kind``, in its ``bad_steps``.
+        faults: the faults, as sentences.
     """
 
     strategy: str
@@ -102,39 +103,39 @@ class Schedule:
         if self.checkpoint_steps is not None:
             at_least("checkpoint_steps", self.checkpoint_steps, 1)
 
-    # What it says --------------------------------------------------------------------------------
+    # Text form -----------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """What :meth:`parse` reads: a line, without what is as it is by default."""
-        told = {
+        """The line that :meth:`parse` reads; fields with their default value are left out."""
+        fields = {
             field.name: value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
-        return json.dumps(told)
+        return json.dumps(fields)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read a schedule as it was printed."""
+        """Parse the text form of a schedule."""
         try:
-            told = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError):
-            told = None
-        if not isinstance(told, dict):
+            fields = None
+        if not isinstance(fields, dict):
             raise UsageError(f'schedule ({text}) must be like {{"strategy": "gossip"}}')
-        schedule = build(cls, told, "schedule")
-        _ = schedule.script, schedule.method  # what is no sentence, or no method, is refused here
+        schedule = build(cls, fields, "schedule")
+        _ = schedule.script, schedule.method  # raise UsageError for an unknown fault or method
         return schedule
 
     def but(self, **changes: Any) -> Schedule:
-        """The same with changes."""
+        """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
 
-    # What it comes to ----------------------------------------------------------------------------
+    # Derived values ------------------------------------------------------------------------------
 
     @cached_property
     def method(self) -> Strategy:
-        """The strategy, as an object."""
+        """The strategy as an object."""
         return make_strategy(self.strategy)
 
     @property
@@ -144,29 +145,29 @@ class Schedule:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.method.roles(self.workers)) if self.workers > 1 else 1
 
     @cached_property
     def script(self) -> tuple[Fault, ...]:
-        """The faults."""
+        """The faults as objects."""
         return tuple(parse_fault(sentence) for sentence in self.faults)
 
     @property
     def losses(self) -> MembershipPolicy:
-        """What comes of lost ranks."""
+        """What the run does about lost ranks."""
         return MembershipPolicy(
             self.method.synchronous, self.workers, self.on_loss, self.max_restarts
         )
 
     @property
     def limits(self) -> Limits:
-        """How long ranks wait for each other."""
+        """The time limits of the transport."""
         return Limits(dead_s=self.dead_s)
 
     @property
     def cluster(self) -> Cluster:
-        """Where it runs."""
+        """The simulated cluster."""
         link = Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
         inside = Link(latency_s=self.latency_s / 8, bytes_per_s=self.bytes_per_s * 8)
         return Cluster(
@@ -179,32 +180,32 @@ class Schedule:
             serving=Serving(bytes_per_s=self.serving_bytes_per_s),
         )
 
-    def place_of(self, rank: int) -> int:
-        """Whose data a worker has: its own, unless all are mirrored."""
+    def data_index(self, rank: int) -> int:
+        """Whose data a worker has: its own, unless the schedule is mirrored."""
         return self.workers - 1 - rank if self.mirrored else rank
 
     def steps_of(self, rank: int) -> int:
-        """How many steps a worker has, when each has its own."""
-        return max(0, self.steps - self.uneven * (self.place_of(rank) % 4))
+        """How many steps a worker makes in a run without a loader."""
+        return max(0, self.steps - self.uneven * (self.data_index(rank) % 4))
 
     @property
     def seconds(self) -> float:
-        """About how long the run lasts."""
+        """A rough estimate of how long the run lasts."""
         message_s = self.latency_s + 200 / self.bytes_per_s
         each_s = self.step_s * max(self.factors) + self.load_s + 2 * message_s
         return self.steps * each_s
 
     @property
     def setup_s(self) -> float:
-        """By when all have certainly begun."""
+        """The time after which every worker has surely started."""
         return 40 * (self.latency_s + self.workers * 100 / self.bytes_per_s)
 
 
-# Drawing one -------------------------------------------------------------------------------------
+# Drawing a schedule ------------------------------------------------------------------------------
 
 
 def draw(method: str, seed: int) -> Schedule:
-    """The schedule of ``method`` that belongs to ``seed``."""
+    """Draw the schedule of ``method`` for ``seed``."""
     random = stream(seed, "fault test", list(STRATEGIES).index(method))
     workers = int(random.choice([2, 2, 3, 3, 3, 4, 4, 5, 7]))
     optimizer: Any = str(random.choice(OPTIMIZERS, p=[0.45, 0.25, 0.2, 0.1]))
@@ -239,7 +240,7 @@ def draw(method: str, seed: int) -> Schedule:
 
 
 def _with_faults(schedule: Schedule, random: Random) -> Schedule:
-    """The same, with what goes wrong, if anything does."""
+    """The same schedule, in four of five cases with faults."""
     if random.random() < 0.2:
         return schedule
     synchronous = schedule.method.synchronous
@@ -253,7 +254,7 @@ def _with_faults(schedule: Schedule, random: Random) -> Schedule:
 
 
 def _with_bad_gradients(schedule: Schedule, random: Random) -> Schedule:
-    """The same, with a few bad gradients of one worker, one after the other."""
+    """The same schedule with a few consecutive bad gradients of one worker."""
     first, count = int(random.integers(schedule.steps)), int(random.integers(1, 5))
     return schedule.but(
         bad_rank=int(random.integers(schedule.workers)),
@@ -263,7 +264,7 @@ def _with_bad_gradients(schedule: Schedule, random: Random) -> Schedule:
 
 
 class _Faults:
-    """Draws faults such that one worker, which is there from the beginning, is never lost."""
+    """Draws faults that never lose one worker, which starts with the run."""
 
     def __init__(self, schedule: Schedule, random: Random) -> None:
         self._schedule, self._random = schedule, random
@@ -273,7 +274,7 @@ class _Faults:
         self.sentences: list[str] = []
 
     def add(self) -> None:
-        """Add one."""
+        """Draw one fault, if one of the drawn kind is possible."""
         kinds: list[Callable[[], str | None]] = [
             self._kill,
             self._kill,
@@ -320,8 +321,8 @@ class _Faults:
         if rank is None:
             return None
         for_s = dead_s * (1.2 + 3 * self._random.random())
-        how_long = "" if draw > 0.92 else f", for_s={for_s:.4g}"
-        return f"freeze(rank={rank}{how_long}).{self._moment(rank)}"
+        duration = "" if draw > 0.92 else f", for_s={for_s:.4g}"
+        return f"freeze(rank={rank}{duration}).{self._moment(rank)}"
 
     def _slow(self) -> str:
         rank = int(self._random.integers(self._schedule.workers))
@@ -357,14 +358,14 @@ class _Faults:
             return None
         rank = int(self._random.choice(list(servers)))
         if self._random.random() < 0.3:
-            return self._end_unheard(rank)
+            return self._kill_behind_cut(rank)
         if self._random.random() < 0.25:
             for_s = self._schedule.dead_s * (1.2 + self._random.random())
             return f"freeze(rank={rank}, for_s={for_s:.4g}).{self._time()}"
         return f"kill(rank={rank}).{self._time()}"
 
-    def _end_unheard(self, rank: int) -> str:
-        """Cut a server off, and end it before what it said last has come through."""
+    def _kill_behind_cut(self, rank: int) -> str:
+        """Cut a server off, and kill it before its last replies get through."""
         schedule, random = self._schedule, self._random
         start_s = schedule.setup_s + 0.8 * schedule.seconds * random.random()
         self.sentences.append(f"cut(rank={rank}, for_s=2.0).at(seconds={start_s:.4g})")
@@ -389,10 +390,10 @@ def _sasgd(random: Random, workers: int, optimizer: str) -> Options:
 
 
 def _hierarchical(random: Random, workers: int, optimizer: str) -> Options:
-    often = int(random.integers(1, 3))
-    seldom = often * int(random.integers(1, 4))
+    group_interval = int(random.integers(1, 3))
+    interval = group_interval * int(random.integers(1, 4))
     size = int(random.integers(1, workers + 1))
-    return {"group_size": size, "group_interval": often, "interval": seldom}
+    return {"group_size": size, "group_interval": group_interval, "interval": interval}
 
 
 def _diloco(random: Random, workers: int, optimizer: str) -> Options:
@@ -433,11 +434,11 @@ def _cyclic(random: Random, workers: int, optimizer: str) -> Options:
 
 
 def _easgd(random: Random, workers: int, optimizer: str) -> Options:
-    own = optimizer in ("momentum", "adam")
+    has_momentum = optimizer in ("momentum", "adam")
     options: Options = {
         "interval": int(random.integers(1, 4)),
         "beta": float(random.choice([0.5, 0.9])),
-        "momentum": 0.0 if own else float(random.choice([0.0, 0.0, 0.5])),
+        "momentum": 0.0 if has_momentum else float(random.choice([0.0, 0.0, 0.5])),
         "sync": str(random.choice(["true", "false", "false"])),
     }
     if options["sync"] == "false":

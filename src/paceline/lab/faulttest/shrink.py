@@ -1,4 +1,4 @@
-"""Make a failing schedule smaller, as long as it fails in the same way."""
+"""Reduce a failing schedule to a smaller one that breaks the same law."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_RUNS = 400
 
 
 def smallest(failure: Failure) -> Failure:
-    """The same failure with the smallest schedule that was found."""
+    """The same failure with the smallest schedule found."""
     schedule = shrink(Schedule.parse(failure.schedule), failure.law)
-    broken = examine(schedule).violation
-    return replace(failure, schedule=str(schedule), text=str(broken))
+    violation = examine(schedule).violation
+    return replace(failure, schedule=str(schedule), text=str(violation))
 
 
 def shrink(schedule: Schedule, law: str) -> Schedule:
-    """The smallest schedule found that still breaks ``law``: faults go first, then workers."""
+    """The smallest schedule found that breaks ``law``; removes faults first, then workers."""
 
     def breaks(smaller: Schedule) -> bool:
         violation = examine(smaller).violation
@@ -45,7 +45,7 @@ def shrink(schedule: Schedule, law: str) -> Schedule:
 
 
 def simpler(schedule: Schedule) -> Iterator[Schedule]:
-    """Schedules that are a little simpler, those that matter most first."""
+    """Slightly simpler schedules; those that simplify most come first."""
     for make in (_fewer_faults, _fewer_workers, _fewer_steps, _fewer_options, _plainer):
         for smaller in make(schedule):
             try:
@@ -61,23 +61,23 @@ def _fewer_faults(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _fewer_workers(schedule: Schedule) -> Iterator[Schedule]:
-    """Without one of the workers; ranks after it move up."""
-    for gone in reversed(range(schedule.workers)):
+    """Schedules without one of the workers; the ranks after it move up by one."""
+    for removed in reversed(range(schedule.workers)):
         named = {fault.rank for fault in schedule.script} | {f.peer for f in schedule.script}
         named.add(schedule.bad_rank)
-        if schedule.workers > 2 and gone not in named:
-            faults = tuple(_moved_up(sentence, gone) for sentence in schedule.faults)
-            factors = schedule.factors[:gone] + schedule.factors[gone + 1 :] or (1.0,)
+        if schedule.workers > 2 and removed not in named:
+            faults = tuple(_moved_up(sentence, removed) for sentence in schedule.faults)
+            factors = schedule.factors[:removed] + schedule.factors[removed + 1 :] or (1.0,)
             bad = schedule.bad_rank
-            moved = bad - 1 if bad is not None and bad > gone else bad
+            moved = bad - 1 if bad is not None and bad > removed else bad
             fewer = {"workers": schedule.workers - 1, "bad_rank": moved}
             yield schedule.but(**fewer, faults=faults, factors=factors)
 
 
-def _moved_up(sentence: str, gone: int) -> str:
+def _moved_up(sentence: str, removed: int) -> str:
     def move(match: re.Match[str]) -> str:
         rank = int(match[2])
-        return f"{match[1]}={rank - (rank > gone)}"
+        return f"{match[1]}={rank - (rank > removed)}"
 
     return re.sub(r"\b(rank|peer)=(\d+)", move, sentence)
 
@@ -89,7 +89,7 @@ def _fewer_steps(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _fewer_options(schedule: Schedule) -> Iterator[Schedule]:
-    """Without one of the method's options."""
+    """Schedules without one of the method's options."""
     name, _, inside = schedule.strategy.partition("(")
     options = [option for option in inside.rstrip(")").split(", ") if option]
     for index in range(len(options)):
@@ -104,7 +104,7 @@ def _fewer_options(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _plainer(schedule: Schedule) -> Iterator[Schedule]:
-    """With one thing as it is by default; and with faults at round times."""
+    """Schedules with one field set to its default, or with one fault at a round time."""
     for field in dataclasses.fields(schedule):
         if field.name in ("strategy", "workers", "steps", "seed", "faults"):
             continue
@@ -112,7 +112,7 @@ def _plainer(schedule: Schedule) -> Iterator[Schedule]:
             yield schedule.but(**{field.name: field.default})
     for index, fault in enumerate(schedule.script):
         if fault.at_s is not None and round(fault.at_s, 1) != fault.at_s:
-            told = say_fault(replace(fault, at_s=round(fault.at_s, 1)))
+            rounded = say_fault(replace(fault, at_s=round(fault.at_s, 1)))
             yield schedule.but(
-                faults=schedule.faults[:index] + (told,) + schedule.faults[index + 1 :]
+                faults=schedule.faults[:index] + (rounded,) + schedule.faults[index + 1 :]
             )

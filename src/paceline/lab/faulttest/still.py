@@ -1,4 +1,4 @@
-"""The laws of runs without gradients: what is at rest stays so, and averages do not leave."""
+"""The laws of runs without gradients: servers do not move, and averages stay in range."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _SLACK = 1e-9
 
 
 class AtRest(Observer):
-    """Without gradients servers stand still, AD-PSGD keeps the mean, others stay where they were.
+    """Without gradients servers do not move, AD-PSGD keeps the mean, and averages stay in range.
 
-    Workers begin apart from each other. An average lies between the least and the greatest of what
-    they began with, in each number; so does all that is made of averages. What the moves of cyclic
-    come to, which hold how far apart their workers began, is told by :class:`~.served.Pushes`.
+    Workers start with different models. Each number of an average lies between the smallest and
+    the largest that they started with; so does everything computed from averages. The moves of
+    cyclic contain the differences at the start: :class:`~.served.Pushes` checks them.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._began: dict[int, Tensor] = {}
+        self._starts: dict[int, Tensor] = {}
         self._idle: dict[int, Tensor] = {}
         self._common: Tensor | None = None
 
     def watches(self) -> bool:
         schedule = self.schedule
-        rests = schedule.objective == "still" and schedule.optimizer != "decay"
+        no_updates = schedule.objective == "still" and schedule.optimizer != "decay"
         method = schedule.method
         moves = isinstance(method, DiLoCo) or (isinstance(method, Cyclic) and method.moves)
-        return rests and schedule.workers > 1 and not moves
+        return no_updates and schedule.workers > 1 and not moves
 
     def attach(self, session: Session) -> None:
         if session.rank < session.size:
@@ -44,26 +44,26 @@ class AtRest(Observer):
             around(session.strategy, "finish", lambda inner, x: self._finish(session, inner, x))
 
     def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
-        if session.rank not in self._began:
-            self._began[session.rank] = x.clone()
+        if session.rank not in self._starts:
+            self._starts[session.rank] = x.clone()
             if self.scene.life(session.rank) == 1 and not session.transport.late:
-                self._common = x - self.schedule.place_of(session.rank)
+                self._common = x - self.schedule.data_index(session.rank)
         inner(x, g)
 
     def _finish(self, session: Session, inner: Any, x: Tensor) -> None:
-        if session.rank not in self._began:
+        if session.rank not in self._starts:
             self._idle[session.rank] = x.clone()
         inner(x)
 
     def ended(self) -> None:
-        if not self._began or self._common is None:
+        if not self._starts or self._common is None:
             return
         if isinstance(self.schedule.method, GradientServed):
             self._compare(self._common, "a server without gradients stands still")
         elif isinstance(self.schedule.method, ADPSGD):
             calm = not self.schedule.faults and self.schedule.bad_rank is None
-            if calm and len(self._began) == self.schedule.workers:
-                mean = torch.stack(list(self._began.values())).mean(0)
+            if calm and len(self._starts) == self.schedule.workers:
+                mean = torch.stack(list(self._starts.values())).mean(0)
                 self._compare(mean, "pairs keep the mean of all")
         else:
             self._compare_range()
@@ -77,11 +77,11 @@ class AtRest(Observer):
             )
 
     def _compare_range(self) -> None:
-        assert self._common is not None, "the workers have begun"
+        assert self._common is not None, "the workers have started"
         for rank, x in self.scene.finished.items():
-            own = [self._idle[rank]] if rank in self._idle else []  # if nobody else is left
-            began = torch.stack([*self._began.values(), self._common, *own])
-            low, high = began.amin(0) - _SLACK, began.amax(0) + _SLACK
+            idle = [self._idle[rank]] if rank in self._idle else []  # it may be the only one left
+            starts = torch.stack([*self._starts.values(), self._common, *idle])
+            low, high = starts.amin(0) - _SLACK, starts.amax(0) + _SLACK
             self.scene.check(
                 bool(((x >= low) & (x <= high)).all()),
                 "averages stay between what they are of",

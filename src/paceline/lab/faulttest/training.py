@@ -1,4 +1,4 @@
-"""What the workers of a fault test train: a few numbers in double precision."""
+"""The training of a fault test: a few parameters in double precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCHS = 2
 
 
 class Quadratic(nn.Module):
-    """The mean of ``curvature * |x - target|^2 / 2``; called with a target, it sets gradients."""
+    """The loss ``curvature * |x - target|^2 / 2``; calling it with a target sets the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,21 +26,21 @@ class Quadratic(nn.Module):
         self.second = nn.Parameter(torch.zeros(NUMEL - 4, dtype=torch.float64))
 
     def forward(self, target: Tensor) -> None:
-        """Set the gradients, without autograd: that is most of what a small run would cost."""
+        """Set the gradients without autograd, which would take most of the time of a small run."""
         self.first.grad = self.first.detach() - target[:4]
         self.second.grad = 0.5 * (self.second.detach() - target[4:])
 
 
-class Still(Quadratic):
-    """The same without gradients: nothing moves but by what workers exchange."""
+class ZeroGradients(Quadratic):
+    """A quadratic whose gradients are zero: only exchanges between workers move it."""
 
     def forward(self, target: Tensor) -> None:
         self.first.grad = torch.zeros_like(self.first)
         self.second.grad = torch.zeros_like(self.second)
 
 
-class Network(nn.Module):
-    """One hidden neuron, and autograd."""
+class TinyNetwork(nn.Module):
+    """One hidden neuron, trained by autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,11 +50,15 @@ class Network(nn.Module):
         (self.layers(target[:3]) - target[3]).square().sum().backward()
 
 
-MODELS: dict[str, type[nn.Module]] = {"quadratic": Quadratic, "network": Network, "still": Still}
+MODELS: dict[str, type[nn.Module]] = {
+    "quadratic": Quadratic,
+    "network": TinyNetwork,
+    "still": ZeroGradients,
+}
 
 
 def model_of(schedule: Schedule, rank: int) -> nn.Module:
-    """A model, other on each rank: it is for the method to make them equal."""
+    """A model that differs on each rank: the method must make them equal."""
     model = MODELS[schedule.objective]()
     random = torch.Generator().manual_seed(rank)
     for parameter in model.parameters():
@@ -73,7 +77,7 @@ def optimizer_of(schedule: Schedule, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def targets(count: int) -> Tensor:
-    """What samples pull towards; the same in every run."""
+    """The target of each sample; the same in every run."""
     random = torch.Generator().manual_seed(7)
     return torch.randn(count, NUMEL, generator=random, dtype=torch.float64)
 
@@ -82,12 +86,12 @@ _TARGETS = targets(512)
 
 
 def train(worker: Worker, schedule: Schedule) -> None:
-    """Train as the schedule says."""
+    """Run the training of ``schedule`` on one worker."""
     model = model_of(schedule, worker.rank)
     model, optimizer = worker.setup(model, optimizer_of(schedule, model))
     if schedule.objective == "still" and worker.comm.life(worker.rank) == 1:
         for parameter in model.parameters():
-            parameter.detach().add_(schedule.place_of(worker.rank))
+            parameter.detach().add_(schedule.data_index(worker.rank))
     bad = schedule.bad_steps if worker.rank == schedule.bad_rank else ()
     learn(schedule, model, optimizer, batches(worker, schedule), bad)
     worker.finish()
@@ -100,7 +104,7 @@ def learn(
     data: Iterable[tuple[int, Tensor]],
     bad: Container[int] = (),
 ) -> None:
-    """The plain loop, with gradients that are bad at some steps."""
+    """The plain training loop; the gradients of the steps in ``bad`` are spoiled."""
     for step, target in data:
         if schedule.falling:
             optimizer.param_groups[0]["lr"] = schedule.lr / (1 + step / schedule.steps)
@@ -113,13 +117,13 @@ def learn(
 
 
 def own_batches(schedule: Schedule, rank: int) -> Iterator[tuple[int, Tensor]]:
-    """The batches of a worker that has its own, each with its number."""
+    """The numbered batches of a worker in a run without a loader."""
     for step in range(schedule.steps_of(rank)):
-        yield step, _TARGETS[(31 * schedule.place_of(rank) + step) % len(_TARGETS)]
+        yield step, _TARGETS[(31 * schedule.data_index(rank) + step) % len(_TARGETS)]
 
 
 def batches(worker: Worker, schedule: Schedule) -> Iterator[tuple[int, Tensor]]:
-    """What this worker learns from, one batch after the other, each with its number."""
+    """The numbered batches of this worker, in order."""
     if schedule.data == "steps":
         yield from own_batches(schedule, worker.rank)
         return

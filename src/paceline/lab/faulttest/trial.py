@@ -15,18 +15,18 @@ from paceline.common.faults import LINK_KINDS, Fault
 from paceline.errors import PeerLost, summary_of
 from paceline.lab.faulttest.common import (
     Batches,
-    Ends,
+    Completion,
+    FiniteValues,
     Members,
     Messages,
-    Sound,
-    Steps,
+    StepCounts,
     Sums,
     Traffic,
     Windows,
 )
 from paceline.lab.faulttest.decentralised import Averages
 from paceline.lab.faulttest.lockstep import Means, Replicas
-from paceline.lab.faulttest.power import Image, Shelf
+from paceline.lab.faulttest.power import CheckpointFolder, Image
 from paceline.lab.faulttest.schedule import Schedule
 from paceline.lab.faulttest.served import Bound, Elastic, Pushes, Tokens
 from paceline.lab.faulttest.still import AtRest
@@ -53,9 +53,9 @@ OBSERVERS: tuple[type[Observer], ...] = (
     Windows,
     Batches,
     Sums,
-    Sound,
-    Ends,
-    Steps,
+    FiniteValues,
+    Completion,
+    StepCounts,
     Traffic,
     AtRest,
     Replicas,
@@ -69,7 +69,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The outcome of a run.
 
     Attributes:
@@ -93,40 +93,42 @@ class Outcome:
     images: list[Image] = field(default_factory=list)
 
 
-def run(schedule: Schedule) -> Outcome:
+def run(schedule: Schedule) -> RunOutcome:
     """Run ``schedule`` and check all laws."""
     if schedule.checkpoint_steps is None:
         return _run(schedule, None, OBSERVERS)
-    with Shelf(schedule) as shelf:
-        outcome = _run(schedule, shelf, OBSERVERS)
+    with CheckpointFolder(schedule) as folder:
+        outcome = _run(schedule, folder, OBSERVERS)
         if outcome.violation is None:
             try:
-                outcome.sites["checkpoint looked at"] += shelf.check()
+                outcome.sites["checkpoint looked at"] += folder.check_images()
             except Violation as violation:
                 outcome.violation = violation
-        outcome.images = [image for image, _ in shelf.after_loss_of_power()]
+        outcome.images = [image for image, _ in folder.after_power_failures()]
     return outcome
 
 
-def run_on(schedule: Schedule, image: Image) -> Outcome:
+def resume(schedule: Schedule, image: Image) -> RunOutcome:
     """Resume a run from the checkpoint in ``image``."""
-    with Shelf(schedule, image) as shelf:
-        outcome = _run(schedule, shelf, (Ends,))
-        outcome.sites["resumed"] += shelf.saving.start is not None
+    with CheckpointFolder(schedule, image) as folder:
+        outcome = _run(schedule, folder, (Completion,))
+        outcome.sites["resumed"] += folder.coordinator.start is not None
     return outcome
 
 
-def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Observer]]) -> Outcome:
+def _run(
+    schedule: Schedule, folder: CheckpointFolder | None, observers: Sequence[type[Observer]]
+) -> RunOutcome:
     method = schedule.method
     world = World(
         schedule.cluster,
         schedule.size,
         seed=schedule.seed,
         limits=schedule.limits,
-        faults=[*schedule.script, *(shelf.saving.latecomers if shelf else ())],
+        faults=[*schedule.script, *(folder.coordinator.latecomers if folder else ())],
         homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
         losses=schedule.losses,
-        start_s=0.0 if shelf is None else shelf.saving.start_s,
+        start_s=0.0 if folder is None else folder.coordinator.start_s,
     )
     scene = Scene(schedule, world)
     world.inboxes = [WatchedInbox(scene, rank) for rank in range(schedule.size)]
@@ -134,11 +136,11 @@ def _run(schedule: Schedule, shelf: Shelf | None, observers: Sequence[type[Obser
     world.on_reduced = scene.reduced
     around(world, "inject", lambda inner, fault: _inject(scene, inner, fault))
     trace, threads = Trace(clock=lambda: world.calendar.now_s), threading.active_count()
-    violation = _train(schedule, scene, trace, shelf)
+    violation = _train(schedule, scene, trace, folder)
     _note_outages(scene)
     if violation is None:
         violation = _end(scene, threads)
-    return Outcome(
+    return RunOutcome(
         violation=violation,
         stopped=scene.sites["stopped"] > 0,
         trace_hash=trace.close(),
@@ -159,7 +161,9 @@ class _CountEvents(Listener):
         self._sites[record["event"]] += 1
 
 
-def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) -> Violation | None:
+def _train(
+    schedule: Schedule, scene: Scene, trace: Trace, folder: CheckpointFolder | None
+) -> Violation | None:
     world, elastic = scene.world, schedule.losses.goes_on
 
     def body(transport: SimulatedTransport) -> None:
@@ -172,7 +176,7 @@ def _train(schedule: Schedule, scene: Scene, trace: Trace, shelf: Shelf | None) 
             costs=world.costs[transport.rank],
             listener=_CountEvents(scene),
             elastic=elastic,
-            checkpointing=None if shelf is None else shelf.checkpointing(),
+            checkpointing=None if folder is None else folder.checkpointing(),
         )
         scene.transports.append(metered)
         scene.workers[session.rank] = session
