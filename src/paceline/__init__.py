@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
     from paceline.training.worker import Worker
 
-_HOMES = {
+_MODULES = {
     "Cluster": "paceline.sim.cluster",
     "Comm": "paceline.comm.base",
     "CommTimeout": "paceline.errors",
@@ -85,11 +85,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import paceline`` loads no torch."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

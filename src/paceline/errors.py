@@ -4,19 +4,19 @@
 
     PacelineError
     ├── UsageError (also a ValueError)   something the user gave: name, value, rule     exit code 2
-    │   └── NotLaunched                  what a launcher's variables say is not enough  exit code 2
+    │   └── NotLaunched                  a launcher's variables are missing or wrong    exit code 2
     ├── CommError                        an exchange between ranks failed
-    │   ├── PeerLost                     a peer died, stopped or has left               exit code 3
-    │   ├── CommTimeout                  a peer lives, but the wait outlasted its limit exit code 3
-    │   └── MessageMismatch              a message does not fit what was expected       exit code 1
-    ├── Interrupted                      signal number n told the run to end            128 + n
+    │   ├── PeerLost                     a peer died, was stopped, or departed          exit code 3
+    │   ├── CommTimeout                  a peer is alive, but too slow                  exit code 3
+    │   └── MessageMismatch              a message has the wrong size or dtype          exit code 1
+    ├── Interrupted                      signal number n ended the run                  128 + n
     ├── NotSaved                         the model could not be written                 exit code 1
     ├── WorkerFailed                     the user's code raised on a rank               exit code 1
-    ├── Untrained                        batches were drawn, and no step was made       exit code 1
-    └── Deadlock                         every rank of a simulation waits               exit code 1
+    ├── Untrained                        workers drew batches but made no step          exit code 1
+    └── Deadlock                         every rank of a simulation is waiting          exit code 1
 
-``PeersGone`` is not an error: it ends the loop of a rank that serves. Nor is ``LeftBehind``: a rank
-that was stopped for too long begins anew.
+Two exceptions are not errors. ``PeersGone`` ends the loop of a serving rank. ``LeftBehind`` makes a
+rank that was stopped for too long rejoin.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError, ValueError):
-    """Something that the user gave is not right; the message has name, value and rule."""
+    """The user gave something that is wrong; the message has its name, its value and the rule."""
 
     exit_code = 2
 
 
 class NotLaunched(UsageError):
-    """The variables of a launcher do not say where this process belongs."""
+    """The environment variables of a launcher do not give this process a rank."""
 
 
 class CommError(PacelineError):
@@ -49,7 +49,7 @@ class CommError(PacelineError):
 
 
 class PeerLost(CommError):
-    """A peer died, stopped for longer than ``dead_s``, or left while it was still needed."""
+    """A peer died, was stopped for longer than ``dead_s``, or departed while it was needed."""
 
     exit_code = 3
 
@@ -74,8 +74,8 @@ class CommTimeout(CommError):
         self.op, self.waited_s = op, waited_s
         who = name_ranks(self.ranks)
         super().__init__(
-            f"waited {waited_s:.0f} s in {op} for {who}, alive but not there"
-            " (the limit is that of pl.Limits(progress_limit_s=...))"
+            f"waited {waited_s:.0f} s in {op} for {who}, alive but not taking part"
+            " (to wait longer, raise pl.Limits(progress_limit_s=...))"
         )
 
     @property
@@ -85,11 +85,11 @@ class CommTimeout(CommError):
 
 
 class MessageMismatch(CommError):
-    """A message has another size or dtype than the receiver asked for."""
+    """The size or dtype of a message is not what the receiver asked for."""
 
 
 class Interrupted(PacelineError):
-    """A signal has told the run to end; it can be resumed from its last checkpoint."""
+    """A signal ended the run; it can be resumed from its last checkpoint."""
 
     def __init__(self, number: int, what: str) -> None:
         self.exit_code = 128 + number
@@ -97,14 +97,14 @@ class Interrupted(PacelineError):
 
 
 class NotSaved(PacelineError):
-    """The model that a run has ended with could not be written to its folder."""
+    """The final model of a run could not be written to its folder."""
 
     def __init__(self, out: object, reason: str) -> None:
         super().__init__(f"the model could not be saved in {out}: {reason}")
 
 
 class WorkerFailed(PacelineError):
-    """The user's code raised on a rank; ``details`` is that rank's own traceback."""
+    """The user's code raised on a rank; ``details`` is the traceback from that rank."""
 
     def __init__(self, rank: int, summary: str, details: str = "") -> None:
         self.rank, self.summary, self.details = rank, summary, details
@@ -112,30 +112,31 @@ class WorkerFailed(PacelineError):
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> WorkerFailed:
-        """The failure of ``rank`` by ``error``."""
+        """Wrap the ``error`` that ended ``rank``."""
         return cls(rank, summary_of(error), user_traceback(error))
 
 
 class Untrained(PacelineError):
-    """The workers drew batches to train with, and none of them made a step."""
+    """The workers drew batches, but none of them made an optimizer step."""
 
 
 class Deadlock(PacelineError):
-    """Every rank of a simulation waits for another; the message names what for."""
+    """Every rank of a simulation is waiting; the message says what each one waits for."""
 
 
 class LeftBehind(Exception):
-    """The others have gone on without this rank, which was stopped for too long: it must rejoin."""
+    """The others declared this rank lost while it was stopped: it must rejoin."""
 
 
 class Outlived(BaseException):
-    """Ends a rank that was stopped for too long, and that the others do not take back."""
+    """Ends a rank that was left behind and cannot rejoin, because the others have finished."""
 
 
 class RunLost(BaseException):
-    """Ends a rank of a run that ends with its first ``loss``, whatever the rank is about to do.
+    """Ends a rank when the run must end with its first ``loss``.
 
-    No method may go on after it; where the rank ends, it becomes the loss.
+    It is a ``BaseException``, so that no method can handle it as an ordinary ``PeerLost`` and
+    continue. Where the rank's process ends, the ``loss`` itself is raised.
     """
 
     def __init__(self, loss: PeerLost) -> None:
@@ -144,11 +145,11 @@ class RunLost(BaseException):
 
 
 class ServingDone(BaseException):
-    """Ends a rank that has nothing left to do: it has served, or has come when all was over."""
+    """Ends a rank that has nothing left to do: it has served, or it joined after the end."""
 
 
 class PeersGone(Exception):
-    """Every peer that could still send has left: the end of a serving rank's loop."""
+    """Every peer that could send a request has departed: the serving loop ends."""
 
 
 def summary_of(error: BaseException) -> str:
@@ -161,18 +162,18 @@ def summary_of(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the user's own code on, without the frames that lead to it.
+    """The traceback, without the frames of Paceline that lead to the user's code.
 
-    The whole one, where there is no code of the user's in it.
+    If no frame is in the user's code, the whole traceback.
     """
-    frames = error.__traceback__
-    while frames is not None and _leads_to_user(frames):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    frame = error.__traceback__
+    while frame is not None and _leads_to_user(frame):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
 
 
 def _leads_to_user(frame: TracebackType) -> bool:
-    """Whether a frame is our own, or belongs to the machinery that imports a script."""
+    """Whether a frame belongs to Paceline, or to the modules that import a script."""
     module = str(frame.tb_frame.f_globals.get("__name__"))
     return module.partition(".")[0] in ("paceline", "importlib", "runpy")
 
@@ -187,13 +188,13 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def unknown(kind: str, name: str, available: Iterable[str]) -> UsageError:
-    """Say that a name is not known, the nearest one that is, and all the others.
+    """The error for an unknown name; it suggests the closest match and lists all known names.
 
     >>> print(unknown("strategy", "sagd", ["allreduce", "sasgd"]))
     no strategy "sagd"; did you mean "sasgd"? available: allreduce, sasgd
     """
     names = sorted(available)
     by_lower = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    hint = f'; did you mean "{by_lower[near[0]]}"?' if near else ";"
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f'; did you mean "{by_lower[matches[0]]}"?' if matches else ";"
     return UsageError(f'no {kind} "{name}"{hint} available: {", ".join(names) or "none"}')

@@ -343,8 +343,8 @@ def remove_manifests(folders):
 
 
 SPOILS = {
-    change_version: r"version \(1\) must be 2: another Paceline has written it",
-    lengthen_metrics: r"metrics.json has \d+ bytes, and was written with \d+",
+    change_version: r"version \(1\) must be 2: another Paceline wrote it",
+    lengthen_metrics: r"metrics.json has \d+ bytes, but was written with \d+",
     swap: r"manifest.json is that of step-0000000\d\d: the folder must have this name",
     remove_manifests: r"step-000000016 cannot be used: .*manifest.json",
 }
@@ -370,7 +370,7 @@ def test_a_flipped_bit_of_the_pointer_costs_no_checkpoint(tmp_path):
     """Here it names step 0, before all that there is."""
     train, how = broken(tmp_path)
     (tmp_path / "checkpoints" / "latest").write_text("step-000000000\n")
-    with pytest.warns(UserWarning, match="latest names 'step-000000000', which is not there"):
+    with pytest.warns(UserWarning, match="latest names 'step-000000000', which does not exist"):
         assert train.run(tmp_path, **how, resume=True).resumed_at == 16
 
 
@@ -393,12 +393,12 @@ def test_the_command_refuses_to_resume_from_nothing_and_takes_the_pointer_for_a_
         spoil([checkpoints / "step-000000004", checkpoints / "step-000000008"])
         before = tree(checkpoints)
         told = paceline(*how, "--out", spoil.__name__, "--resume", code=2).err
-        assert "can be used, and nothing is removed: checkpoint" in told
+        assert "can be used (nothing was removed): checkpoint" in told
         assert "step-000000008 cannot be used: " in told
         assert tree(checkpoints) == before
     (tmp_path / "whole" / "checkpoints" / "latest").write_text("step-000000000\n")
     told = paceline(*how, "--out", "whole", "--resume")
-    assert "latest names 'step-000000000', which is not there" in told.err
+    assert "latest names 'step-000000000', which does not exist" in told.err
     assert '"resumed_at": 8' in told.out
 
 

@@ -49,7 +49,7 @@ def save(store: Store, step: int, ranks: int = RANKS) -> list[Saved]:
 def store(tmp_path):
     """A store with the checkpoints of steps 1 and 2."""
     store = Store(tmp_path / "checkpoints")
-    store.begin(None)
+    store.prepare(None)
     save(store, 1)
     save(store, 2)
     return store
@@ -89,7 +89,7 @@ def test_a_new_checkpoint_that_is_being_written_outlives_the_tidying_of_an_older
 def test_a_run_that_goes_on_removes_what_is_later(store):
     store.save_rank(9, 0, 0.9, pack_state({}))
     (store.folder(1) / ".rank0.safetensors.7.part").write_text("half")
-    store.begin(store.newest())
+    store.prepare(store.newest())
     assert [path.name for path in sorted(store.path.glob("step-*"))] == [
         "step-000000001",
         "step-000000002",
@@ -149,7 +149,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(killed, name):
     found = store.newest()
     assert found.step == (2 if FAILPOINTS.index(name) >= NEW_FROM else 1)
     assert load_state(found.path, "rank1")["step"] == found.step
-    store.begin(found)
+    store.prepare(found)
     save(store, 3)
     assert store.newest().step == 3 and not list(store.path.rglob("*.part"))
 
@@ -224,7 +224,7 @@ def test_files_of_two_ranks_that_were_swapped_are_found_out(tmp_path):
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
-    with pytest.raises(pl.UsageError, match=r"rank0\.safetensors is not as it was written"):
+    with pytest.raises(pl.UsageError, match=r"rank0\.safetensors has changed since it was written"):
         store.newest()
 
 
@@ -326,17 +326,17 @@ def test_a_pointer_that_is_missing_is_told(store):
 def test_where_no_checkpoint_can_be_used_each_is_named_with_its_reason(store):
     lengthen(store.folder(1) / "metrics.json")
     edit(version=VERSION + 1)(store.folder(2) / MANIFEST)
-    with pytest.raises(pl.UsageError, match="and nothing is removed") as caught:
+    with pytest.raises(pl.UsageError, match="nothing was removed") as caught:
         store.newest()
     assert caught.match(rf"step-000000002 .*: version \({VERSION + 1}\) must be {VERSION}")
-    assert caught.match(r"step-000000001 .*: metrics\.json has \d+ bytes, and was written with")
+    assert caught.match(r"step-000000001 .*: metrics\.json has \d+ bytes, but was written with")
 
 
 def test_a_pointer_alone_tells_that_there_was_a_checkpoint(store):
     for step in (1, 2):
         shutil.rmtree(store.folder(step))
-    assert store.holds_some
-    with pytest.raises(pl.UsageError, match="latest names 'step-000000002', and there is no such"):
+    assert store.has_any
+    with pytest.raises(pl.UsageError, match="latest names 'step-000000002', which does not exist"):
         store.newest()
 
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_is_passed_over_is_kept_under_another_name(store):
     for kept in ("step-000000002.unusable", "step-000000002.unusable-2"):
         cut(store.folder(2) / "rank0.safetensors")
         with pytest.warns(UserWarning, match=r"keeping this one as \*\.unusable"):
-            store.begin(store.newest())
+            store.prepare(store.newest())
         assert (store.path / kept / MANIFEST).is_file() and not store.folder(2).exists()
         save(store, 2)
     save(store, 3)
@@ -425,4 +425,4 @@ def test_any_json_for_a_state_is_read_or_refused(tmp_path_factory, tree):
 
 def test_the_folder_of_a_store_may_vanish(store):
     shutil.rmtree(store.path)
-    assert store.newest() is None and not store.holds_some
+    assert store.newest() is None and not store.has_any

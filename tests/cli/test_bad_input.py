@@ -54,7 +54,7 @@ CASES = {
     "sim --as-model resnet5": 'no model "resnet5"; did you mean "resnet50"?',
     "compare --as-model bert": 'no model "bert"; did you mean "bert-base"?',
     "compare --real --as-model vgg16": "--as-model (vgg16) must not be used with --real",
-    "run --out file/below": "out (file/below) must be a folder that can be written",
+    "run --out file/below": "out (file/below) must be a writable folder",
     "run --transport tcp": "transport (tcp) must be one of shared_memory, distributed",
     "run --device tpu": "device (tpu) must be cpu, cuda",
     "run --join runs/a --workers 3": "--workers must not be given with --join: the run in that",

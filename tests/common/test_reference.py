@@ -217,7 +217,7 @@ def test_a_strategy_of_the_users_own_goes_the_same_way():
 
 
 def test_a_field_that_json_cannot_hold_is_refused():
-    with pytest.raises(UsageError, match=r"strategy must hold numbers, texts, lists and dicts"):
+    with pytest.raises(UsageError, match=r"strategy must hold numbers, strings, lists and dicts"):
         pack_strategy(Odd(thing=object()))
 
 
@@ -240,7 +240,7 @@ def test_plain_values_stay_what_they_are():
 
 @pytest.mark.parametrize("value", [{"a": object()}, {"a": {1, 2}}, {"a": b"x"}, {"a": {1: 2}}])
 def test_values_that_json_cannot_hold_are_refused(value):
-    with pytest.raises(UsageError, match=r"arguments must hold numbers, texts, lists and dicts"):
+    with pytest.raises(UsageError, match=r"arguments must hold numbers, strings, lists and dicts"):
         plain_json("arguments", value)
 
 

@@ -109,7 +109,7 @@ def test_importing_the_package_loads_nothing_heavy(then):
 
 def test_public_names_are_sorted_and_have_a_home():
     assert pl.__all__ == sorted(pl.__all__)
-    assert set(pl.__all__) == {*pl._HOMES, "__version__"}
+    assert set(pl.__all__) == {*pl._MODULES, "__version__"}
     assert dir(pl) == pl.__all__
 
 
@@ -117,14 +117,14 @@ def test_public_names_are_sorted_and_have_a_home():
 def test_a_public_name_is_found_and_is_what_its_home_calls_it(name):
     thing = getattr(pl, name)
     if name != "__version__":
-        assert thing is getattr(importlib.import_module(pl._HOMES[name]), name)
-        assert thing.__module__ == pl._HOMES[name]
+        assert thing is getattr(importlib.import_module(pl._MODULES[name]), name)
+        assert thing.__module__ == pl._MODULES[name]
 
 
 def test_type_checkers_see_the_homes_that_are_used():
     (guarded,) = [node for node in tree("paceline").body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in guarded.body for alias in node.names}
-    assert seen == pl._HOMES
+    assert seen == pl._MODULES
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -106,7 +106,7 @@ def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
 def test_every_way_to_start_a_run_asks_whose_the_folder_is(paceline, tmp_path):
     pl.simulate(runs.train, workers=2, out=tmp_path / "out", checkpoint_steps=4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    told = r"out \(.*out\) must not be in use: process \d+ still writes a run there"
+    told = r"out \(.*out\) must not be in use: process \d+ is still writing a run there"
     with claim(tmp_path / "out"):
         with pytest.raises(pl.UsageError, match=told):
             pl.launch(runs.train, out=tmp_path / "out", checkpoint_steps=4, resume=True)
@@ -140,7 +140,8 @@ def test_a_run_that_was_killed_is_in_nobodys_way(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "held\n"
-            with pytest.raises(pl.UsageError, match=f"process {holder.pid} still"), claim(tmp_path):
+            message = f"process {holder.pid} is still"
+            with pytest.raises(pl.UsageError, match=message), claim(tmp_path):
                 pass
         finally:
             holder.kill()
@@ -187,7 +188,7 @@ def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
             runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
         )
     assert [str(one.message) for one in told] == [
-        f"the trace of the run in {tmp_path} is given up: {FULL}; training goes on without it"
+        f"the trace of the run in {tmp_path} was abandoned: {FULL}; training continues without it"
     ]
     assert run.trace_hash == whole.trace_hash
     names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
@@ -200,7 +201,7 @@ def test_real_ranks_on_a_full_disk_go_on_without_their_traces_and_that_is_said_o
         run = pl.launch(
             runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
         )
-    assert len(told) == 1 and f"is given up: {FULL}" in str(told[0].message)
+    assert len(told) == 1 and f"was abandoned: {FULL}" in str(told[0].message)
     assert run.samples == 2 * 77 and run.model_error is None
     names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -214,7 +215,7 @@ def test_a_trace_that_is_given_up_in_the_middle_is_hashed_to_its_end(tmp_path):
         for one in (whole, trace):
             one.record(number * 1e-6, 0, "send", 1, 8)
         if number == 5000:
-            with pytest.warns(UserWarning, match=f"given up: {FULL}"):
+            with pytest.warns(UserWarning, match=f"abandoned: {FULL}"):
                 trace.flush()
     assert trace.close() == whole.close() and not list(tmp_path.iterdir())
 
@@ -224,7 +225,7 @@ def test_where_ranks_traces_cannot_be_merged_there_is_none(tmp_path):
     folder = RunFolder.__new__(RunFolder)
     folder.path, folder._traced = tmp_path, True
     folder.trace.symlink_to("/dev/full")
-    with pytest.warns(UserWarning, match=f"given up: {FULL}"):
+    with pytest.warns(UserWarning, match=f"abandoned: {FULL}"):
         folder.merge_traces(1)
     assert not list(tmp_path.iterdir())
 
@@ -259,7 +260,7 @@ def test_a_model_finds_the_room_that_the_trace_has_taken(monkeypatch, tmp_path):
         write(self, path, content, on_half)
 
     monkeypatch.setattr(Disk, "write", have_room_without_trace)
-    with pytest.warns(UserWarning, match=f"the trace of the run in .* is given up: {FULL}"):
+    with pytest.warns(UserWarning, match=f"the trace of the run in .* was abandoned: {FULL}"):
         run = pl.simulate(runs.train, workers=2, out=tmp_path)
     assert run.model_error is None and (tmp_path / "model.safetensors").is_file()
 
@@ -310,7 +311,7 @@ def test_a_disk_that_is_full_before_the_run_is_refused(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, FULL)
 
     monkeypatch.setattr("paceline.record.folder.write_private", fail)
-    with pytest.raises(pl.UsageError, match=rf"must be a folder that can be written: {FULL}"):
+    with pytest.raises(pl.UsageError, match=rf"must be a writable folder: {FULL}"):
         pl.simulate(runs.train, workers=2, out=tmp_path)
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.record.result import RunBook, Summary
+from paceline.record.result import RunRecorder, Summary
 from paceline.sim.cluster import Compute
 from paceline.strategies import strategy_name
 from paceline.strategies.allreduce import AllReduce
@@ -46,7 +46,7 @@ SAVED = {"checkpoint", "checkpoint_error", "resumed_at", "model_error"}
 
 
 def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):
-    book = RunBook(None, None)
+    book = RunRecorder(None, None)
     for record in logged:
         book.metric(record)
     facts = {"workers": len(summaries) if workers is None else workers, "seed": 0, **facts}
@@ -213,7 +213,7 @@ def test_the_time_to_a_target_runs_from_the_first_step():
 
 def test_metrics_are_kept_in_order_written_and_passed_on(tmp_path):
     heard = []
-    book = RunBook(tmp_path, heard.append)
+    book = RunRecorder(tmp_path, heard.append)
     logged = [{"loss": 2.0, "rank": 1}, {"loss": 1.0, "rank": 0}]
     for record in logged:
         book.metric(record)

@@ -167,7 +167,7 @@ def test_a_run_in_which_a_rank_came_again_is_not_replayed(recorded, train, tmp_p
     folder = shutil.copytree(recorded, tmp_path / "again")
     for event, rank in [("restarted", 1), ("lost", 3)]:
         tell_events(folder, {"t": 0.1, "event": event, "rank": rank})
-        with pytest.raises(pl.UsageError, match="a replay can follow the loss of workers only"):
+        with pytest.raises(pl.UsageError, match="a replay can follow only the loss of workers"):
             how = {"strategy": "downpour", "arguments": {"epochs": 1}, **RUN}
             pl.simulate(train, replay=folder, **how)
 
@@ -480,16 +480,19 @@ def test_a_folder_is_looked_at_before_anything_that_it_names_is_run(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"train": {"module": "subprocess", "name": "call"}}, "none of Python's own"),
-        ({"train": {"module": "os.path", "name": "exists"}}, "none of Python's own"),
-        ({"train": {"script": "evil.py", "name": "train"}}, "must be the whole path of a script"),
-        ({"train": {"script": "/dev/no.py", "name": "train"}}, "whole path of a script that is"),
-        ({"train": {"module": "torch", "name": "a.__globals__"}}, "must be told by names"),
-        ({"train": {"module": "torch", "script": "x", "name": "a"}}, "and where it is"),
-        ({"train": {"module": 3, "name": "a"}}, "must be told by names"),
+        ({"train": {"module": "subprocess", "name": "call"}}, "must not be in Python's library"),
+        ({"train": {"module": "os.path", "name": "exists"}}, "must not be in Python's library"),
+        (
+            {"train": {"script": "evil.py", "name": "train"}},
+            "be the absolute path of a script",
+        ),
+        ({"train": {"script": "/dev/no.py", "name": "train"}}, "absolute path of a script"),
+        ({"train": {"module": "torch", "name": "a.__globals__"}}, "must consist of names"),
+        ({"train": {"module": "torch", "script": "x", "name": "a"}}, "one of main, script, module"),
+        ({"train": {"module": 3, "name": "a"}}, "must consist of names"),
         (
             {"method": {"class": {"module": "subprocess", "name": "Popen"}, "fields": {}}},
-            "none of Python's own",
+            "must not be in Python's library",
         ),
         (
             {"method": {"class": {"module": "torch.nn", "name": "Linear"}, "fields": {}}},

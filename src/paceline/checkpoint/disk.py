@@ -1,9 +1,9 @@
-"""What is done to a disk to write a file that a crash leaves whole or undone.
+"""Crash-safe writes: after a crash a file has its old content or its new content, never a mix.
 
 A file is written under another name, flushed, and renamed; then its folder is flushed. Each of
-these points has a name, and a process whose environment says ``PACELINE_FAILPOINT=NAME`` is killed
-(SIGKILL) when it comes there. The names are ``KIND.POINT``, of the kinds in ``KINDS`` and the
-points in ``POINTS``: ``rank.fsync`` is just before the state of a rank is flushed.
+these points has a name, and a process with ``PACELINE_FAILPOINT=NAME`` in its environment is killed
+(SIGKILL) when it reaches that point. The names are ``KIND.POINT``, with the kinds in ``KINDS`` and
+the points in ``POINTS``: ``rank.fsync`` is just before the state of a rank is flushed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PART = ".part"
 
 
 class Disk:
-    """The few operations that checkpoints are written with; a test puts another in its place."""
+    """The operations that write checkpoints; tests replace them to simulate a failing disk."""
 
     def write(self, path: Path, content: bytes, on_half: Callable[[], None]) -> None:
-        """Make a file; ``on_half`` is called when half of it is written."""
+        """Write a file; calls ``on_half`` when half of it is written."""
         half = len(content) // 2
         with open(path, "wb", opener=opener) as file:
             file.write(content[:half])
@@ -35,7 +35,7 @@ class Disk:
             file.write(memoryview(content)[half:])
 
     def flush(self, path: Path) -> None:
-        """Have a file or folder outlast a loss of power."""
+        """Make a file or folder survive a loss of power."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -43,15 +43,15 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give a file its name, in place of another that had it."""
+        """Rename a file, and replace the one that had the new name."""
         path.replace(target)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, unless it is there."""
+        """Make a folder, unless it exists."""
         make_folder(path)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder, unless it is gone."""
+        """Remove a file or a folder, if it exists."""
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -62,7 +62,7 @@ DISK = Disk()
 
 
 def replace_file(path: Path, content: bytes, kind: str, disk: Disk = DISK) -> None:
-    """Write ``content`` to ``path``: whoever looks finds the old file or the new one, whole."""
+    """Replace ``path`` atomically: readers find the old content or the new, both complete."""
     part = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     failpoint(f"{kind}.open")
     try:
@@ -80,6 +80,6 @@ def replace_file(path: Path, content: bytes, kind: str, disk: Disk = DISK) -> No
 
 
 def failpoint(name: str) -> None:
-    """Be killed here, if the environment says so."""
+    """Kill this process here, if the environment names this point."""
     if os.environ.get(FAILPOINT) == name:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""A nested state of tensors, numbers, texts, lists and dicts as one safetensors file.
+"""A nested state of tensors, numbers, strings, lists and dicts as one safetensors file.
 
-Its tensors are those of the file, and all that is not one is JSON in its header. No pickle, neither
-way. A header is read and checked before anything else of a file is: how large it is, that no name
-comes twice, and that what it promises is what the file has.
+Tensors are stored as tensors of the file, everything else as JSON in its header. Pickle is never
+used. Before any tensor is read, the header is checked: its size, that it names nothing twice, and
+that the file contains what the header describes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _UNFIT = (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionEr
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, header: dict[str, str] | None = None
 ) -> None:
-    """Write tensors by name; views and tied tensors are written as what they hold."""
+    """Write tensors by name; views and tied tensors are written as copies."""
     replace_file(path, pack_tensors(tensors, header), "rank")
 
 
 def pack_tensors(tensors: Mapping[str, Tensor], header: dict[str, str] | None = None) -> bytes:
-    """The same as bytes."""
+    """The content of the file that :func:`save_tensors` writes."""
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     return save(plain, header)
 
 
 def save_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
-    """Write a nested state of tensors, numbers, texts, lists and dicts."""
+    """Write a nested state of tensors, numbers, strings, lists and dicts."""
     content = pack_state(state)
     make_folder(folder)
     replace_file(folder / f"{name}.safetensors", content, "rank")
 
 
 def pack_state(state: Mapping[str, Any]) -> bytes:
-    """The same as bytes, which nothing that happens to the state later changes."""
+    """The content of the file that :func:`save_state` writes; a copy of the state."""
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors)
     return pack_tensors(tensors, {"state": json.dumps(tree)})
@@ -69,7 +69,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a file whose header is too large, no JSON, or names something twice."""
+    """Refuse a file whose header is too large, is not JSON, or names something twice."""
     with path.open("rb") as file:
         start = file.read(8)
         if len(start) < 8:
@@ -85,28 +85,28 @@ def check_header(path: Path) -> None:
 
 
 def strict_json(text: str) -> Any:
-    """What a JSON text says; one that says the same name twice is refused."""
-    return json.loads(text, object_pairs_hook=_no_twins)
+    """Parse a JSON text; refuses an object that has the same name twice."""
+    return json.loads(text, object_pairs_hook=_refuse_duplicates)
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    together = dict(pairs)
-    if len(together) < len(pairs):
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twin!r} comes twice")
-    return together
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {duplicate!r} appears twice")
+    return result
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file is not what it must be."""
+    """Why a file cannot be used."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     return str(error) or type(error).__name__
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON, its tensors put aside; dict keys keep their type."""
+    """``value`` as JSON; moves its tensors to ``tensors``. Dict keys keep their type."""
     if isinstance(value, Tensor):
         key = str(len(tensors))
         tensors[key] = value
@@ -135,5 +135,5 @@ def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple":
         return tuple(_unpack(item, tensors) for item in content)
     if kind != "dict":
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a known kind of value")
     return {key: _unpack(item, tensors) for key, item in content}

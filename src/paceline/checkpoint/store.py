@@ -1,10 +1,10 @@
-"""The checkpoints of a run, in the folder ``checkpoints`` of its own.
+"""The checkpoints of a run, in the subfolder ``checkpoints`` of its folder.
 
 Each is a folder ``step-000000123`` with one ``rankN.safetensors`` of each rank, the metrics that
-were logged until then, and at last ``manifest.json``, which has the size and a digest of every
-file, and one of itself. A folder without a manifest is no checkpoint. None is used before all of
-its files are what the manifest says. The file ``latest`` names the last one, for people; who goes
-on takes the newest that is whole, whatever ``latest`` says.
+were logged so far, and ``manifest.json``, which is written last and has the size and digest of
+every file and a digest of itself. A folder without a manifest is not a checkpoint. A checkpoint is
+*intact* if all its files match the manifest; no other is used. The file ``latest`` names the last
+one, for people; a resumed run takes the newest intact one, whatever ``latest`` says.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VERSION = 2
 FOLDER, MANIFEST, LATEST, METRICS = "checkpoints", "manifest.json", "latest", "metrics.json"
 MAX_MANIFEST_BYTES = 4 << 20
 UNUSABLE = ".unusable"
-"""What the name of a checkpoint ends in that a run has passed over."""
+"""The suffix that a run adds to a checkpoint which it could not use."""
 _NAME = re.compile(r"step-(\d{9,15})", re.ASCII)
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank tells of the file that it has written; without a digest, why it could not.
+    """A rank's report on the file that it wrote; ``error`` says why it could not write it.
 
-    ``ranks`` are those whose files are one checkpoint.
+    ``ranks`` are all ranks whose files make up the checkpoint.
     """
 
     rank: int
@@ -49,19 +49,19 @@ class Saved:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is whole."""
+    """An intact checkpoint."""
 
     path: Path
     manifest: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """The steps that its first worker had made."""
+        """How many steps its first worker had made."""
         return int(self.manifest["step"])
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that it has the state of; the others were lost by then."""
+        """The ranks whose states it holds; the others had been lost."""
         return list(self.manifest["ranks"])
 
     @property
@@ -70,23 +70,24 @@ class Checkpoint:
         return float(self.manifest["time_s"])
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        """The metrics and events until then."""
-        told: dict[str, list[dict[str, Any]]] = json.loads((self.path / METRICS).read_text("utf-8"))
-        return told
+        """The metrics and events up to this checkpoint."""
+        records: dict[str, list[dict[str, Any]]]
+        records = json.loads((self.path / METRICS).read_text("utf-8"))
+        return records
 
     def check_config(self, config: Mapping[str, Any]) -> None:
-        """Refuse to go on with another configuration, and name the first difference."""
-        before = self.manifest["config"]
-        for name in [*config, *(name for name in before if name not in config)]:
-            if before.get(name) != plain(config.get(name)):
+        """Refuse to resume with another configuration; the error names the first difference."""
+        saved = self.manifest["config"]
+        for name in [*config, *(name for name in saved if name not in config)]:
+            if saved.get(name) != plain(config.get(name)):
                 raise UsageError(
-                    f"{name} ({config.get(name)}) must be {before.get(name)}, as in the checkpoint"
+                    f"{name} ({config.get(name)}) must be {saved.get(name)}, as in the checkpoint"
                     f" {self.path}: resume with the same command, or choose another folder"
                 )
 
 
 class Store:
-    """The checkpoints in one folder; the last ``keep`` of them are kept."""
+    """The checkpoints in one folder; the newest ``keep`` of them are kept."""
 
     def __init__(self, path: Path, keep: int = 2, disk: Disk = DISK) -> None:
         self.path, self._keep, self._disk = path, keep, disk
@@ -98,7 +99,7 @@ class Store:
     # Writing -------------------------------------------------------------------------------------
 
     def save_rank(self, step: int, rank: int, time_s: float, content: bytes) -> Saved:
-        """Write the state of a rank; what comes of it."""
+        """Write the state of a rank; returns the report on it."""
         folder = self.folder(step)
         try:
             self._disk.make_folder(folder)
@@ -111,7 +112,7 @@ class Store:
     def commit(
         self, saved: Sequence[Saved], config: Mapping[str, Any], records: Mapping[str, Any]
     ) -> None:
-        """Make a checkpoint of what all ranks have written, and the latest one."""
+        """Write the manifest of a checkpoint whose files all ranks wrote, and update ``latest``."""
         step = saved[0].step
         folder, content = self.folder(step), json.dumps(records).encode()
         replace_file(folder / METRICS, content, "metrics", self._disk)
@@ -128,34 +129,34 @@ class Store:
         text = json.dumps(seal(manifest), indent=2) + "\n"
         replace_file(folder / MANIFEST, text.encode(), "manifest", self._disk)
         replace_file(self.path / LATEST, f"{folder.name}\n".encode(), "latest", self._disk)
-        self.tidy(step)
+        self.remove_old(step)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that does not come to be."""
+        """Remove the files of a checkpoint that could not be completed."""
         self._disk.remove(self.folder(step))
 
-    def tidy(self, step: int) -> None:
-        """Remove what is older than the checkpoint of ``step``, but for those that are kept."""
+    def remove_old(self, step: int) -> None:
+        """Remove what is older than the checkpoint of ``step``, except the newest ``keep``."""
         older = [number for number in self._steps() if number <= step]
-        whole = [number for number in older if _has_manifest(self.folder(number))]
-        for number in set(older) - set(whole[: self._keep]):
+        committed = [number for number in older if _has_manifest(self.folder(number))]
+        for number in set(older) - set(committed[: self._keep]):
             self._disk.remove(self.folder(number))
 
-    def begin(self, after: Checkpoint | None) -> None:
-        """Make ready for a run: nothing that is later than what it goes on from is in its way.
+    def prepare(self, after: Checkpoint | None) -> None:
+        """Clear the way for a run: no checkpoint newer than ``after`` keeps its name.
 
-        What never came to be a checkpoint is removed. What was one is kept, under another name.
+        A folder that was never committed is removed. A former checkpoint is renamed.
         """
         self._disk.make_folder(self.path)
         self._disk.flush(self.path.parent)
         for step in self._steps():
             if after is None or step > after.step:
-                self._clear_away(self.folder(step))
+                self._move_aside(self.folder(step))
         for part in self.path.glob("**/.*.part"):
             self._disk.remove(part)
 
-    def _clear_away(self, folder: Path) -> None:
-        if not self._was_made(folder):
+    def _move_aside(self, folder: Path) -> None:
+        if not self._was_committed(folder):
             self._disk.remove(folder)
             return
         aside, number = folder.with_name(folder.name + UNUSABLE), 1
@@ -167,35 +168,35 @@ class Store:
     # Reading -------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; says of each later one why it is not.
+        """The newest intact checkpoint; warns about each newer one that is not intact.
 
         Raises:
-            UsageError: there are some, and none is whole.
+            UsageError: there are checkpoints, but none is intact.
         """
-        whole, unusable = self.look()
-        told = self._latest()
-        if whole is None and (unusable or told is not None):
-            reasons = unusable or [f"{LATEST} names {told!r}, and there is no such checkpoint"]
+        intact, unusable = self.scan()
+        latest = self._latest()
+        if intact is None and (unusable or latest is not None):
+            reasons = unusable or [f"{LATEST} names {latest!r}, which does not exist"]
             raise UsageError(
-                f"none of the checkpoints in {self.path} can be used, and nothing is removed:"
-                f" {'; '.join(reasons)}. Put back what was there, or choose another folder"
+                f"none of the checkpoints in {self.path} can be used (nothing was removed):"
+                f" {'; '.join(reasons)}. Restore the files, or choose another folder"
             )
         for reason in unusable:
-            rest = f"looking for an earlier one, and keeping this one as *{UNUSABLE}"
-            warnings.warn(f"{reason}; {rest}", stacklevel=2)
-        if whole is not None and (told is None or not self._is_one(told)):
-            what = "is missing" if told is None else f"names {told!r}, which is not there"
+            outcome = f"trying an earlier one, and keeping this one as *{UNUSABLE}"
+            warnings.warn(f"{reason}; {outcome}", stacklevel=2)
+        if intact is not None and (latest is None or not self._exists(latest)):
+            what = "is missing" if latest is None else f"names {latest!r}, which does not exist"
             warnings.warn(
-                f"{self.path / LATEST} {what}; {whole.path.name} is the newest that is whole",
+                f"{self.path / LATEST} {what}; {intact.path.name} is the newest intact checkpoint",
                 stacklevel=2,
             )
-        return whole
+        return intact
 
-    def look(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and why each later one is not."""
+    def scan(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest intact checkpoint, and why each newer one is not intact."""
         unusable: list[str] = []
         for step in self._steps():
-            if self._was_made(self.folder(step)):
+            if self._was_committed(self.folder(step)):
                 try:
                     return open_checkpoint(self.folder(step)), unusable
                 except UsageError as error:
@@ -203,27 +204,27 @@ class Store:
         return None, unusable
 
     @property
-    def holds_some(self) -> bool:
-        """Whether there is anything in it."""
+    def has_any(self) -> bool:
+        """Whether there is any checkpoint, intact or not."""
         return bool(self._steps()) or self._latest() is not None
 
     def _steps(self) -> list[int]:
-        """The steps that there are folders of, newest first."""
+        """The steps of all checkpoint folders, newest first."""
         if not self.path.is_dir():
             return []
         found = [_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir()]
         steps = sorted((int(match[1]) for match in found if match), reverse=True)
         return [step for step in steps if self.folder(step).is_dir()]
 
-    def _was_made(self, folder: Path) -> bool:
-        """Whether a folder has been a checkpoint: the others are of runs that ended before."""
+    def _was_committed(self, folder: Path) -> bool:
+        """Whether a folder was once a checkpoint; others belong to runs that died while writing."""
         return _has_manifest(folder) or folder.name == self._latest()
 
-    def _is_one(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return _NAME.fullmatch(name) is not None and (self.path / name).is_dir()
 
     def _latest(self) -> str | None:
-        """What the file says that names the last one; None when it is not there."""
+        """The content of the file ``latest``; None if there is no such file."""
         try:
             with (self.path / LATEST).open("rb") as file:
                 return file.read(64).decode(errors="replace").strip()
@@ -234,7 +235,7 @@ class Store:
 
 
 def _has_manifest(folder: Path) -> bool:
-    """Whether there is a manifest in a folder, one that cannot be read included."""
+    """Whether a folder has a manifest, readable or not."""
     try:
         (folder / MANIFEST).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -245,10 +246,9 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def first_rank(path: Path) -> int | None:
-    """The first rank whose state is in the folder of a checkpoint; None when it is no such folder.
+    """The first rank whose state is in a checkpoint's folder; None if it is not such a folder.
 
-    A checkpoint of a run is read only when it is whole; what ``worker.save`` writes has no manifest
-    that would tell.
+    A checkpoint of a run must be intact. What ``worker.save`` writes has no manifest to check.
     """
     if (path / MANIFEST).is_file():
         return open_checkpoint(path).ranks[0]
@@ -256,11 +256,11 @@ def first_rank(path: Path) -> int | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, once all of its files are what the manifest says."""
+    """Open a checkpoint after checking that all its files match the manifest."""
     try:
         manifest = _read_manifest(path)
-        for name, told in manifest["files"].items():
-            _verify(path / name, told)
+        for name, entry in manifest["files"].items():
+            _verify(path / name, entry)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"checkpoint {path} cannot be used: {reason_of(error)}") from None
     return Checkpoint(path, manifest)
@@ -276,18 +276,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} must be a dict")
     if (version := manifest["version"]) != VERSION:
         raise ValueError(
-            f"{MANIFEST}: version ({version}) must be {VERSION}: another Paceline has written it"
+            f"{MANIFEST}: version ({version}) must be {VERSION}: another Paceline wrote it"
         )
     if manifest != seal(manifest):
-        raise ValueError(f"{MANIFEST} is not as it was written: its digest is another")
+        raise ValueError(f"{MANIFEST} has changed since it was written: its digest differs")
     ranks, step = manifest["ranks"], manifest["step"]
-    whole = isinstance(ranks, list) and all(type(number) is int for number in [step, *ranks])
-    if not whole or not ranks or ranks != sorted(set(ranks)) or ranks[0] < 0:
-        raise ValueError(f"{MANIFEST}: ranks and step must be whole numbers, ranks in order")
-    wanted = {METRICS, *map(_rank_file, ranks)}
+    integers = isinstance(ranks, list) and all(type(number) is int for number in [step, *ranks])
+    if not integers or not ranks or ranks != sorted(set(ranks)) or ranks[0] < 0:
+        raise ValueError(f"{MANIFEST}: ranks and step must be integers, ranks in order")
+    expected = {METRICS, *map(_rank_file, ranks)}
     if path.name != (name := f"step-{step:09d}"):
-        raise ValueError(f"{MANIFEST} is that of {name}: the folder must have this name")
-    if set(manifest["files"]) != wanted:
+        raise ValueError(f"{MANIFEST} belongs to {name}: the folder must have this name")
+    if set(manifest["files"]) != expected:
         raise ValueError(f"{MANIFEST} must name the files of its ranks")
     float(manifest["time_s"])
     if not isinstance(manifest["config"], dict):
@@ -297,27 +297,27 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest with a digest of itself."""
-    told = {name: value for name, value in manifest.items() if name != "blake2b"}
-    return {**told, "blake2b": _digest(json.dumps(told, sort_keys=True).encode())}
+    content = {name: value for name, value in manifest.items() if name != "blake2b"}
+    return {**content, "blake2b": _digest(json.dumps(content, sort_keys=True).encode())}
 
 
-def _verify(path: Path, told: Mapping[str, Any]) -> None:
-    """Refuse a file that is not the one that was written."""
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    """Refuse a file that differs from the one that was written."""
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path.name} is missing")
     size = path.stat().st_size
-    if size != told["bytes"]:
-        raise ValueError(f"{path.name} has {size} bytes, and was written with {told['bytes']}")
+    if size != entry["bytes"]:
+        raise ValueError(f"{path.name} has {size} bytes, but was written with {entry['bytes']}")
     digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
-    if digest.hexdigest() != told["blake2b"]:
-        raise ValueError(f"{path.name} is not as it was written: its digest is another")
+    if digest.hexdigest() != entry["blake2b"]:
+        raise ValueError(f"{path.name} has changed since it was written: its digest differs")
 
 
 def plain(value: Any) -> Any:
-    """A value as it comes back from JSON."""
+    """A value after it was converted to JSON and back."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way between Paceline and plain PyTorch, whatever wrapped the module."""
+"""Exchange weights with plain PyTorch, whatever wraps the module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIXES = ("module.", "_orig_mod.")
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights in a safetensors file, or those of the first rank in a checkpoint's folder.
 
-    Names are those of the plain module: what wrappers have put before each of them is taken off.
+    Names are those of the plain module: the prefixes of wrappers are removed.
     """
     if (rank := first_rank(path)) is not None:
         weights: dict[str, Tensor] = load_state(path, f"rank{rank}")["model"]
@@ -35,7 +35,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under the names of the plain module.
+    """The weights under the names of the plain module.
 
     >>> plain_names({"module._orig_mod.0.weight": 1, "module._orig_mod.0.bias": 2})
     {'0.weight': 1, '0.bias': 2}
@@ -46,7 +46,7 @@ def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shared_prefix(names: Iterable[str]) -> str | None:
-    """The prefix of a wrapper that all names have."""
-    every = list(names)
-    found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in every)]
-    return found[0] if every and found else None
+    """The prefix of a wrapper that all names share."""
+    all_names = list(names)
+    found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in all_names)]
+    return found[0] if all_names and found else None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.screen import Screen, number
+from paceline.common.files import reason_of
 from paceline.common.options import at_least
-from paceline.common.reading import why
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
 from paceline.strategies import STRATEGIES
@@ -79,4 +79,4 @@ def schedules_in(path: Path) -> list[str]:
     try:
         return [str(schedule) for schedule in read_corpus(path)]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {why(error)}") from None
+        raise UsageError(f"{path}: {reason_of(error)}") from None

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.options import Training
-from paceline.common.files import FOLDER_MODE
+from paceline.common.files import FOLDER_MODE, reason_of
 from paceline.common.options import above, at_least, finite
-from paceline.common.reading import read_bytes, why
+from paceline.common.reading import read_bytes
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
@@ -96,7 +96,7 @@ def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:
     try:
         tree = ast.parse(read_bytes(script), str(script))
     except OSError as error:
-        raise UsageError(f"script ({script}) cannot be read: {why(error)}") from None
+        raise UsageError(f"script ({script}) cannot be read: {reason_of(error)}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         reason = error.args[0] if error.args else "it is nested too deeply"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.screen import Screen, number, seconds
-from paceline.common.reading import taken_from
+from paceline.common.reading import refuse_malformed
 from paceline.errors import UsageError
 from paceline.record.folder import TIMELINE
 from paceline.report.timeline.chrome import ChromeTrace, open_text
@@ -31,7 +31,7 @@ def show_timeline(
     shown = _window(runs, from_s, to_s)
     path = out or folders[0] / TIMELINE
     tallies = [Tally(run) for run in runs]
-    with taken_from(rule(folders)):
+    with refuse_malformed(rule(folders)):
         with _writing("out", path):
             events = _write_trace(path, runs, tallies, from_s, to_s)
         if svg is not None:

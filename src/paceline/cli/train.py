@@ -13,7 +13,7 @@ from paceline.cli.screen import Replayed, Screen, Watch, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
 from paceline.comm.launchers import launched
 from paceline.common.options import one_of
-from paceline.common.reading import taken_from
+from paceline.common.reading import refuse_malformed
 from paceline.errors import PacelineError, UsageError
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 from paceline.launcher.fork_client import ForkServer
@@ -152,7 +152,7 @@ def replay_run(
     run = RecordedRun(path)
     run.check_model()
     check_trace(run)
-    with taken_from(f"replay ({path}) must be the folder of a real run"):
+    with refuse_malformed(f"replay ({path}) must be the folder of a real run"):
         recorded, task = run.model, recorded_task(run.config)
         where = next(place for kind, place in task.reference.items() if kind != "name")
         screen.say(f"Replaying {path}, which has {task.reference['name']} of {where} run")

@@ -1,1 +1,1 @@
-"""What all packages use: options, seeds, faults, words and files."""
+"""What all packages use: options, seeds, faults, formatting and files."""

@@ -1,4 +1,4 @@
-"""Faults as sentences: ``kill(rank=2).at(step=10)``, or the same in a cluster file.
+"""Faults as expressions: ``kill(rank=2).at(step=10)``, or the same in a cluster file.
 
 .. code-block:: toml
 
@@ -27,19 +27,19 @@ EXAMPLE = "kill(rank=1).at(step=40)"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that happens to a rank or a link, at a time or before one of the rank's steps.
+    """One fault of a rank or a link, at a time or before one of the rank's steps.
 
     Args:
-        kind: ``kill`` ends the rank, ``freeze`` stops it, ``slow`` stretches its computing,
-            ``join`` lets it start only then; ``cut`` and ``degrade`` happen to links.
-        rank: whom it happens to; of a link, one end.
-        peer: the other end of the link; without one, all links of the rank.
-        node: or the links between this node and the others.
+        kind: ``kill`` ends the rank, ``freeze`` stops it, ``slow`` makes it compute longer,
+            ``join`` delays its start; ``cut`` and ``degrade`` affect links.
+        rank: the rank that is affected, or one end of the link.
+        peer: the other end of the link; None: all links of the rank.
+        node: in place of a rank: the links between this node and the others.
         at_s: when, in seconds of virtual time.
-        at_step: or before which of the rank's own optimizer steps, from 0.
-        for_s: how long it lasts; for ever when not given.
-        factor: how many times longer computing takes while ``slow``; the share of its bandwidth
-            that a link keeps while it is degraded.
+        at_step: in place of a time: before which of the rank's optimizer steps, from 0.
+        for_s: how long it lasts; None: until the end of the run.
+        factor: for ``slow``, how many times longer computing takes; for ``degrade``, the share of
+            its bandwidth that the link keeps.
     """
 
     kind: Literal["kill", "freeze", "slow", "join", "cut", "degrade"]
@@ -71,33 +71,33 @@ class Fault:
         for name in ("peer", "node"):
             if (value := getattr(self, name)) is not None:
                 raise UsageError(
-                    f"{name} ({value}) goes with cut and degrade, not with {self.kind}"
+                    f"{name} ({value}) is an option of cut and degrade, not of {self.kind}"
                 )
         if self.kind == "join" and self.at_step is not None:
-            raise UsageError("join takes at_s: a rank that is not there has no steps")
+            raise UsageError("join takes at_s: a rank has made no steps before it joins")
 
     def _check_link(self) -> None:
         if (self.rank is None) == (self.node is None):
             raise UsageError(f"{self.kind} takes a rank, a rank and its peer, or a node")
         if self.peer is not None and self.peer in (self.rank, self.node):
-            raise UsageError(f"peer ({self.peer}) must be another than rank ({self.rank})")
+            raise UsageError(f"peer ({self.peer}) must differ from rank ({self.rank})")
         if self.peer is not None and self.rank is None:
-            raise UsageError(f"peer ({self.peer}) goes with rank, not with node")
+            raise UsageError(f"peer ({self.peer}) needs a rank, not a node")
         if self.at_step is not None:
             raise UsageError(f"{self.kind} takes at_s: a link has no steps")
 
     def _check_kind(self) -> None:
         if self.for_s is not None and self.kind in ("kill", "join"):
-            raise UsageError(f"for_s ({self.for_s}) does not go with {self.kind}: it is for good")
+            raise UsageError(f"for_s ({self.for_s}) is no option of {self.kind}: it is permanent")
         takes_factor = self.kind in ("slow", "degrade")
         if takes_factor and self.factor is None:
             raise UsageError(f"{self.kind}: factor is missing")
         if not takes_factor and self.factor is not None:
-            raise UsageError(f"factor ({self.factor}) goes with slow and degrade, not {self.kind}")
+            raise UsageError(f"factor ({self.factor}) is an option of slow and degrade only")
         above("factor", 1.0 if self.factor is None else self.factor, 0)
         if self.kind == "degrade" and self.factor is not None and self.factor >= 1:
             raise UsageError(
-                f"factor ({self.factor}) must be below 1: the share of the bandwidth that is left"
+                f"factor ({self.factor}) must be below 1: the share of the bandwidth that remains"
             )
 
     def at(self, *, seconds: float | None = None, step: int | None = None) -> Fault:
@@ -108,13 +108,13 @@ class Fault:
 
 
 def rank_of(fault: Fault) -> int:
-    """Whom a fault happens to."""
+    """The rank that a fault affects."""
     assert fault.rank is not None, "only links have faults without a rank"
     return fault.rank
 
 
 def kill(*, rank: int) -> Fault:
-    """End ``rank`` without a word, as ``kill -9`` does.
+    """End ``rank`` at once, as ``kill -9`` does.
 
     >>> fault = kill(rank=2).at(step=10)
     >>> fault.kind, fault.rank, fault.at_step
@@ -124,17 +124,17 @@ def kill(*, rank: int) -> Fault:
 
 
 def freeze(*, rank: int, for_s: float | None = None) -> Fault:
-    """Stop ``rank``, as SIGSTOP does, and let it go on after ``for_s``."""
+    """Stop ``rank``, as SIGSTOP does, and continue it after ``for_s``."""
     return Fault(kind="freeze", rank=rank, for_s=for_s)
 
 
 def slow(*, rank: int, factor: float, for_s: float | None = None) -> Fault:
-    """Let ``rank`` compute ``factor`` times longer, for ``for_s`` or for good."""
+    """Make computing on ``rank`` take ``factor`` times longer, for ``for_s`` or for good."""
     return Fault(kind="slow", rank=rank, factor=factor, for_s=for_s)
 
 
 def join(*, rank: int) -> Fault:
-    """Let ``rank`` start only at the given time."""
+    """Start ``rank`` late, at the given time."""
     return Fault(kind="join", rank=rank)
 
 
@@ -145,7 +145,7 @@ def cut(
     node: int | None = None,
     for_s: float | None = None,
 ) -> Fault:
-    """Cut the link between ``rank`` and ``peer``, all of ``rank``, or a node from the others."""
+    """Cut the link between ``rank`` and ``peer``, all links of ``rank``, or those of a node."""
     return Fault(kind="cut", rank=rank, peer=peer, node=node, for_s=for_s)
 
 
@@ -157,19 +157,19 @@ def degrade(
     node: int | None = None,
     for_s: float | None = None,
 ) -> Fault:
-    """Leave such links ``factor`` of their bandwidth, for ``for_s`` or for good."""
+    """Reduce the bandwidth of such links to ``factor`` of it, for ``for_s`` or for good."""
     return Fault(kind="degrade", rank=rank, peer=peer, node=node, factor=factor, for_s=for_s)
 
 
 def parse_fault(text: str) -> Fault:
-    """The fault that a sentence tells of; nothing in it is run.
+    """The fault that an expression describes; the text is parsed, never executed.
 
     >>> parse_fault("freeze(rank=1, for_s=3).at(seconds=2)").at_s
     2.0
     """
     where = f"fault ({text})"
     try:
-        with warnings.catch_warnings(action="ignore"):  # Python's on literals that look odd
+        with warnings.catch_warnings(action="ignore"):  # SyntaxWarning for odd literals
             call: ast.expr = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(f"{where} must be like {EXAMPLE}") from None
@@ -184,10 +184,10 @@ def parse_fault(text: str) -> Fault:
     return build(Fault, {"kind": call.func.id, **_numbers(call, where), **when}, where)
 
 
-def say_fault(fault: Fault) -> str:
-    """The sentence that :func:`parse_fault` reads as ``fault``.
+def format_fault(fault: Fault) -> str:
+    """The expression that :func:`parse_fault` reads as ``fault``.
 
-    >>> say_fault(freeze(rank=1, for_s=3.0).at(seconds=2.0))
+    >>> format_fault(freeze(rank=1, for_s=3.0).at(seconds=2.0))
     'freeze(rank=1, for_s=3.0).at(seconds=2.0)'
     """
     names = ("rank", "peer", "node", "for_s", "factor")
@@ -198,7 +198,7 @@ def say_fault(fault: Fault) -> str:
 
 
 def _when(call: ast.Call, verb: str, where: str) -> dict[str, Any]:
-    """What ``.at(...)`` says."""
+    """The time or step in ``.at(...)``."""
     fields = {"seconds": "at_s", "step": "at_step"}
     numbers = _numbers(call, where)
     if verb != "at" or len(numbers) != 1 or not fields.keys() >= numbers.keys():

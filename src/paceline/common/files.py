@@ -1,8 +1,7 @@
-"""Files that a run writes: for its user alone, and whole or not there.
+"""Files that a run writes: private to the user, and complete or absent.
 
-What a run was asked to do is in them, its script and arguments, and so is all that was logged. So
-folders have the mode 0700 and files 0600, whatever the umask allows. A folder that is there already
-keeps its mode.
+They hold the script, its arguments and everything that was logged. So folders have the mode 0700
+and files 0600, whatever the umask allows. A folder that already exists keeps its mode.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, unless it is there; those above it are made as everybody makes them."""
+    """Make a private folder, unless it exists; its parents get the usual mode."""
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def open_private(path: Path, mode: str = "w") -> TextIO:
-    """Open a text to write it."""
+    """Open a private text file for writing."""
     return cast(TextIO, open(path, mode, encoding="utf-8", opener=opener))
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file to write it, for ``open(..., opener=opener)``."""
+    """Create files with a private mode, for ``open(..., opener=opener)``."""
     return os.open(path, flags, FILE_MODE)
 
 
 class Lines:
-    """A text that grows by lines, as long as the disk takes them; then it is given up.
+    """A text file to which lines are appended, until the disk fails.
 
-    What is there of it then are whole lines. A run does not end because its notes do.
+    Then the file ends with its last complete line, and the run continues without it.
 
     Args:
         path: the file.
-        on_failure: told once why there are no more.
-        goes_on: whether to write after what is in the file.
+        on_failure: called once with the reason, when the disk fails.
+        goes_on: whether to append to an existing file.
     """
 
     def __init__(self, path: Path, on_failure: Callable[[str], None], goes_on: bool = False):
@@ -53,7 +52,7 @@ class Lines:
             self.give_up(reason_of(error))
 
     def add(self, text: str) -> None:
-        """Add whole lines."""
+        """Append complete lines."""
         if self._file is None:
             return
         try:
@@ -64,27 +63,27 @@ class Lines:
             self.give_up(reason_of(error))
 
     def give_up(self, reason: str) -> None:
-        """Write no more, and say so."""
+        """Close the file after its last complete line, and report the reason."""
         self.close()
         with suppress(OSError):
             os.truncate(self._path, self._bytes)
         self._on_failure(reason)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file; later lines are ignored."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # of what could not be written before
+            with suppress(OSError):  # closing retries a write that failed before
                 file.close()
 
 
-def reason_of(error: OSError) -> str:
-    """Why a file could not be written, in the system's words."""
-    return error.strerror or str(error)
+def reason_of(error: OSError | ValueError) -> str:
+    """Why a file could not be read or written, without its name."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file in place of another: whoever looks finds the old one or the new one."""
+    """Replace a file atomically: readers find the old content or the new, both complete."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open_private(part) as file:

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, durations and sizes as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def number(value: Any) -> str:
-    """A value as people read it.
+    """A value as text for people.
 
     >>> number(0.123456), number(12), number(None), number(1234567)
     ('0.1235', '12', '-', '1,234,567')
@@ -19,7 +19,7 @@ def number(value: Any) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration as people read it.
+    """A duration as text for people.
 
     >>> seconds(0.01234), seconds(12.345), seconds(360), seconds(None)
     ('12.3 ms', '12.3 s', '6.0 min', '-')
@@ -32,7 +32,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """A number of bytes as people read it.
+    """A number of bytes as text for people.
 
     >>> size(512), size(83_000), size(4.5e9), size(None)
     ('512 B', '83.0 KB', '4.5 GB', '-')

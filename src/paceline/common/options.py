@@ -1,4 +1,4 @@
-"""Options as dataclass fields: built from what a user typed, refused with name, value and rule."""
+"""Options as dataclass fields, built from user input; errors give name, value and rule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.errors import UsageError, unknown
 
 T = TypeVar("T")
 MOST = 2**63 - 1
-"""The largest whole number that every format and every generator holds."""
+"""The largest integer that every file format and random generator accepts."""
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Make a dataclass of ``values``; ``where`` begins each complaint."""
+    """Make a dataclass of ``values``; each error message begins with ``where``."""
     hints = field_types(cast(Any, cls))
     for key in values:
         if key not in hints:
@@ -40,7 +40,7 @@ def field_types(cls: type[Any]) -> Mapping[str, Any]:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user would say it.
+    """A type as error messages name it.
 
     >>> type_name(int), type_name(float | None), type_name(Literal["keep", "reset"])
     ('int', 'float or none', 'keep|reset')
@@ -54,7 +54,7 @@ def type_name(hint: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """What a user typed after ``name=``.
+    """The value that a user typed after ``name=``.
 
     >>> [parse_value(text) for text in ("8", "0.5", "true", "none", "keep")]
     [8, 0.5, True, None, 'keep']
@@ -72,7 +72,7 @@ def parse_value(text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value as a complaint tells it; of a number that fills a page, how long it is.
+    """A value for an error message; a very long number is described by its length.
 
     >>> shown(0.5), shown(10**400)
     ('0.5', 'a number of about 400 digits')
@@ -83,7 +83,7 @@ def shown(value: object) -> str:
 
 
 def at_least(name: str, value: float, low: float) -> None:
-    """Refuse ``value`` below ``low``, and what is not a finite number."""
+    """Refuse ``value`` below ``low``, and numbers that are not finite."""
     if not value >= low:
         raise UsageError(f"{name} ({shown(value)}) must be at least {low}")
     finite(name, value)
@@ -96,7 +96,7 @@ def at_most(name: str, value: float, high: float) -> None:
 
 
 def finite(name: str, value: float) -> None:
-    """Refuse infinity, and whole numbers that are as good as that."""
+    """Refuse infinity, and integers above ``MOST``."""
     if isinstance(value, int):
         at_most(name, value, MOST)
     elif math.isinf(value):
@@ -104,7 +104,7 @@ def finite(name: str, value: float) -> None:
 
 
 def above(name: str, value: float, low: float) -> None:
-    """Refuse ``value`` unless it is above ``low``; infinity is."""
+    """Refuse ``value`` unless it is above ``low``; infinity is allowed."""
     if not value > low:
         raise UsageError(f"{name} ({value}) must be above {low}")
 
@@ -122,7 +122,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
-    """``value`` as ``hint``, where that loses nothing; the structure of TOML and no more."""
+    """``value`` as the type ``hint``, if nothing is lost; handles the structures of TOML only."""
     origin, args = get_origin(hint), get_args(hint)
     if type(value) is int and abs(value) > MOST:
         raise UsageError(f"{where}: {name} ({shown(value)}) must be from -{MOST} to {MOST}")

@@ -1,7 +1,7 @@
-"""Files that a user names: read if they are what they should be, and never waited for.
+"""Read files that a user names, without waiting for pipes or devices.
 
-What cannot be read raises ``OSError``, and what is not as it should be ``ValueError``, whatever
-Python makes of it; :func:`why` tells either in words.
+A file that cannot be read raises ``OSError``; one with the wrong content raises ``ValueError``.
+:func:`paceline.common.files.reason_of` makes a message of either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.errors import UsageError, summary_of
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file: a pipe may never have one, and a device no end of it."""
+    """The content of a regular file; reading a pipe or a device might never end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -34,38 +34,33 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a regular file holds."""
+    """The JSON object in a regular file."""
     return parse_object(read_text(path))
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object of a text; its numbers are of a size that every format holds."""
+    """The JSON object in a text; refuses integers above ``MOST``."""
     try:
-        told = json.loads(text, parse_int=_whole)
+        parsed = json.loads(text, parse_int=_bounded_int)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(told, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("it must be a JSON object")
-    return told
-
-
-def why(error: OSError | ValueError) -> str:
-    """The reason of what went wrong with a file, for a sentence that names it."""
-    return getattr(error, "strerror", None) or str(error)
+    return parsed
 
 
 @contextmanager
-def taken_from(what: str) -> Iterator[None]:
-    """Make one sentence of whatever fails for what files hold, which begins with ``what``."""
+def refuse_malformed(what: str) -> Iterator[None]:
+    """Turn whatever malformed files raise into one ``UsageError`` that begins with ``what``."""
     try:
         yield
     except UsageError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{what}: it holds something else: {summary_of(error)}") from error
+        raise UsageError(f"{what}: it has unexpected content: {summary_of(error)}") from error
 
 
-def _whole(digits: str) -> int:
+def _bounded_int(digits: str) -> int:
     number = int(digits)
     if abs(number) > MOST:
         raise ValueError(f"{shown(number)} is too large")

@@ -1,4 +1,4 @@
-"""Functions and classes by name, so that a rank's process can find them without a pickle."""
+"""Refer to functions and classes by name, so that a rank's process finds them without pickle."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from paceline.errors import UsageError
 
 _MAIN = "__paceline_main__"
-_JSON = "numbers, texts, lists and dicts only"
+_JSON = "numbers, strings, lists and dicts only"
 Reference = dict[str, Any]
 
 
 def refer_to(thing: Callable[..., Any] | type) -> Reference:
-    """Where a function or class can be found by another process of this program."""
+    """The module or script of a function or class, and its name, for another process."""
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
     if not name or "<" in name or getattr(thing, "__self__", None) is not None:
         raise UsageError(
-            f"{name or repr(thing)} must be defined at the top level of a module or script: other"
-            " processes find it there by its name. Move it out of the function, class or object"
-            " that it is in; what it needs from there can be given to train by arguments={...}"
+            f"{name or repr(thing)} must be defined at the top level of a module or script, where"
+            " other processes find it by name. Move it out of the function, class or object that"
+            " it is in; pass what it needs from there with arguments={...}"
         )
     if module not in ("__main__", _MAIN):
         return {"module": module, "name": name}
@@ -35,12 +35,12 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     if (spec := getattr(main, "__spec__", None)) is not None:
         return {"module": spec.name, "name": name}
     if (path := getattr(main, "__file__", None)) is None:
-        raise UsageError(f"{name} must be in a file, not typed in: other processes read it there")
+        raise UsageError(f"{name} must be in a file, not typed in: other processes import it")
     return {"main": str(Path(path).resolve()), "name": name}
 
 
 def refer_or_name(thing: Callable[..., Any]) -> Reference | str:
-    """Where a function is, for people who read it; its name, where others could not find it."""
+    """The reference of a function, for the record; only its name if no process could import it."""
     try:
         return refer_to(thing)
     except UsageError:
@@ -62,23 +62,23 @@ def find(reference: Reference) -> Any:
 
 
 def check_reference(what: str, reference: Any) -> None:
-    """Refuse what :func:`refer_to` does not write, in a file that somebody else may have written.
+    """Refuse a reference that :func:`refer_to` would not write: its file may be forged.
 
-    A script has its whole path. A module is none of Python's own: there is no training in those,
-    but much that harms when it is called.
+    A script needs its absolute path. A module must not be in Python's standard library: no
+    training function is there, but functions that do harm when called are.
     """
-    where = [kind for kind in ("main", "script", "module") if kind in reference]
-    if len(where) != 1 or set(reference) != {*where, "name"}:
-        raise UsageError(f"{what} ({reference}) must be the name of a thing, and where it is")
-    (kind,) = where
-    place, name = reference[kind], reference["name"]
-    if not isinstance(place, str) or not isinstance(name, str) or not _is_dotted(name):
-        raise UsageError(f"{what} ({reference}) must be told by names")
+    kinds = [kind for kind in ("main", "script", "module") if kind in reference]
+    if len(kinds) != 1 or set(reference) != {*kinds, "name"}:
+        raise UsageError(f"{what} ({reference}) must have a name, and one of main, script, module")
+    (kind,) = kinds
+    location, name = reference[kind], reference["name"]
+    if not isinstance(location, str) or not isinstance(name, str) or not _is_dotted(name):
+        raise UsageError(f"{what} ({reference}) must consist of names")
     if kind != "module":
-        if not Path(place).is_absolute() or not Path(place).is_file():
-            raise UsageError(f"{what} ({place}) must be the whole path of a script that is there")
-    elif not _is_dotted(place) or place.partition(".")[0] in sys.stdlib_module_names:
-        raise UsageError(f"{what} ({place}) must be in a module, and none of Python's own")
+        if not Path(location).is_absolute() or not Path(location).is_file():
+            raise UsageError(f"{what} ({location}) must be the absolute path of a script")
+    elif not _is_dotted(location) or location.partition(".")[0] in sys.stdlib_module_names:
+        raise UsageError(f"{what} ({location}) must not be in Python's library")
 
 
 def _is_dotted(name: str) -> bool:
@@ -88,7 +88,7 @@ def _is_dotted(name: str) -> bool:
 def load_script(path: Path) -> types.ModuleType:
     """Import a script under its own name, as if its folder were the current one."""
     sys.path.insert(0, str(path.parent))
-    loader = SourceFileLoader(path.stem, str(path))  # whatever the end of its name
+    loader = SourceFileLoader(path.stem, str(path))  # accepts any file extension
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -98,7 +98,7 @@ def load_script(path: Path) -> types.ModuleType:
 
 
 def plain_json(name: str, value: Any) -> Any:
-    """``value``, if JSON can hold it as it is."""
+    """``value``, if JSON can represent it without a change."""
     copy = as_json(name, value)
     if repr(copy) != repr(value):
         raise UsageError(f"{name} must hold {_JSON}: {value} would become {copy}")
@@ -106,7 +106,7 @@ def plain_json(name: str, value: Any) -> Any:
 
 
 def as_json(name: str, value: Any) -> Any:
-    """``value`` after a way through JSON."""
+    """``value`` converted to JSON and back."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -114,7 +114,7 @@ def as_json(name: str, value: Any) -> Any:
 
 
 def _run_main(path: str) -> types.ModuleType:
-    """Run the launching script again, without what stands under ``if __name__ == "__main__"``."""
+    """Run the launching script again, without its ``if __name__ == "__main__"`` part."""
     if _MAIN not in sys.modules:
         module = types.ModuleType(_MAIN)
         sys.path.insert(0, str(Path(path).parent))

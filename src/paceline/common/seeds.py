@@ -1,7 +1,7 @@
-"""Seeds: one number of the user's becomes a named stream for every rank and purpose.
+"""Seeds: the user's one number becomes a named random stream for every rank and purpose.
 
-Streams are independent of each other, so that drawing more from one (an added fault, another
-strategy) shifts nothing in the rest.
+Streams are independent: drawing more numbers from one (for an added fault, another strategy) does
+not change the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SEED = MOST
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that no generator takes."""
+    """Refuse a seed that random generators do not accept."""
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"seed ({shown(seed)}) must be from 0 to {MAX_SEED}")
 
@@ -52,16 +52,16 @@ def seed_user_generators(seed: int, rank: int) -> None:
 
 @contextmanager
 def all_seeded(seed: int, others: Iterable[Any]) -> Iterator[None]:
-    """Inside, the global generators begin with ``seed``, and so do those torch ones of ``others``.
+    """Seed the global generators, and the torch generators in ``others``, with ``seed``.
 
-    Afterwards each goes on from where it was.
+    Afterwards each generator has its former state.
     """
     import numpy as np
     import torch
 
     generators = [other for other in others if isinstance(other, torch.Generator)]
     states = [generator.get_state() for generator in generators]
-    before = random.getstate(), np.random.get_state(legacy=True)
+    former = random.getstate(), np.random.get_state(legacy=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -71,8 +71,8 @@ def all_seeded(seed: int, others: Iterable[Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(former[0])
+            np.random.set_state(former[1])
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
 

@@ -19,7 +19,7 @@ from paceline.strategies.base import Strategy
 from paceline.training.checkpointing import Plan
 
 if TYPE_CHECKING:
-    from paceline.record.result import RunBook
+    from paceline.record.result import RunRecorder
 
 
 class CheckpointCoordinator:
@@ -80,17 +80,17 @@ class CheckpointCoordinator:
     def prepare(self, config: Mapping[str, Any], ranks: int) -> None:
         """Find what the run goes on from, and refuse what it must not go on from or overwrite."""
         if not self.on:
-            if self._out is not None and self._store.holds_some:
+            if self._out is not None and self._store.has_any:
                 raise self._in_the_way()
             return
         check_out(self.folder)
         self._config, self._ranks = config, ranks
-        if self._store.holds_some and not self._resume:
+        if self._store.has_any and not self._resume:
             raise self._in_the_way()
         self.start = self._store.newest() if self._resume else None
         if self.start is not None:
             self.start.check_config(config)
-        self._store.begin(self.start)
+        self._store.prepare(self.start)
 
     def _in_the_way(self) -> UsageError:
         return UsageError(
@@ -119,12 +119,12 @@ class CheckpointCoordinator:
         """The time on the run's clock that it begins at."""
         return 0.0 if self.start is None else self.start.time_s
 
-    def follow(self, book: RunBook) -> None:
+    def follow(self, book: RunRecorder) -> None:
         """Take up what was logged before, and put down with each checkpoint what has been."""
         self._book = book
         if self.start is not None:
             records = self.start.records()
-            book.go_on(records["metrics"], records["events"])
+            book.restore(records["metrics"], records["events"])
 
     def hear(self, saved: Saved) -> None:
         """Hear of a rank's file; with the last one of a checkpoint, make it one."""

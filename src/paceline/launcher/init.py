@@ -28,7 +28,7 @@ from paceline.errors import (
 from paceline.launcher.rank import note_place
 from paceline.launcher.spec import InitSpec, Train, takes
 from paceline.record.folder import RankFiles, check_out, claim, write_result
-from paceline.record.result import Metric, Result, RunBook, Summary, say_event
+from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import workers_in
 from paceline.training.listener import Listener
@@ -121,7 +121,7 @@ def attend(
     train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
 ) -> Result | None:
     """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
-    book, began_s = RunBook(None, spec.on_metric), time.monotonic()
+    book, began_s = RunRecorder(None, spec.on_metric), time.monotonic()
     not_saved = None
     try:
         with _attending(replace(spec, on_metric=book.metric)) as session:
@@ -183,7 +183,7 @@ class _ToFiles(Listener):
             self._on_metric(record)
 
     def event(self, record: Metric) -> None:
-        say_event(record)
+        print_event(record)
 
 
 def _connect(place: Launched, limits: Limits, rank_order: bool) -> Transport:

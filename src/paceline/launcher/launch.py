@@ -26,7 +26,7 @@ from paceline.launcher.supervisor import (
     threads_per_rank,
 )
 from paceline.record.folder import RankFiles, claim
-from paceline.record.result import Metric, Result, RunBook, Summary
+from paceline.record.result import Metric, Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 from paceline.training.checkpointing import CheckpointParticipant, Plan, Stopped
@@ -62,7 +62,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     decisive = {name: common[name] for name in _DECISIVE}
     checkpoints.prepare({"strategy": repr(spec.method), **decisive}, spec.size)
     common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
-    book = RunBook(spec.out, spec.on_metric)
+    book = RunRecorder(spec.out, spec.on_metric)
     checkpoints.follow(book)
     if not spec.trace:
         book.no_trace()
@@ -128,7 +128,7 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
 
 
 def _listeners(
-    spec: LaunchSpec, book: RunBook, checkpoints: CheckpointCoordinator
+    spec: LaunchSpec, book: RunRecorder, checkpoints: CheckpointCoordinator
 ) -> dict[str, Callable[[Message], None]]:
     """Who hears what ranks tell, by its kind."""
     return {

@@ -16,7 +16,7 @@ from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.rank import run_rank
 from paceline.launcher.spec import SimulationSpec, Train, takes
 from paceline.record.folder import RecordedRun, claim, save_answer
-from paceline.record.result import Metric, Result, RunBook, Summary
+from paceline.record.result import Metric, Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
 from paceline.sim.replay import Replay
@@ -55,7 +55,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         raise UsageError("replay must not be used with checkpoints")
     cluster = asdict(spec.loaded_cluster)
     checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
-    book = RunBook(spec.out, spec.on_metric)
+    book = RunRecorder(spec.out, spec.on_metric)
     checkpoints.follow(book)
     world = World(
         spec.loaded_cluster,
@@ -95,7 +95,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
 class _ToBook(Listener):
     """Writes down what a rank tells."""
 
-    def __init__(self, book: RunBook, spec: SimulationSpec) -> None:
+    def __init__(self, book: RunRecorder, spec: SimulationSpec) -> None:
         self._book, self._on_progress = book, spec.on_progress
 
     def metric(self, record: Metric) -> None:
@@ -118,7 +118,7 @@ class _Ranks:
     world: World
     policy: MembershipPolicy
     checkpoints: CheckpointCoordinator
-    book: RunBook
+    book: RunRecorder
     trace: Trace
     record: Replay | None
     summaries: list[Summary] = field(default_factory=list)

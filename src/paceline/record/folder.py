@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, metrics, trace, and the model that it ended with."""
+"""The folder of a run: configuration, metrics, trace, and the final model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline._version import __version__
 from paceline.common.files import FILE_MODE, Lines, make_folder, reason_of, write_private
-from paceline.common.reading import read_object, why
+from paceline.common.reading import read_object
 from paceline.errors import UsageError
 from paceline.record.trace import Trace, merge, warn_of_no_trace
 
@@ -37,13 +37,13 @@ FILES = CONFIG, METRICS, TRACE, MODEL, RESULT = (
     "result.json",
 )
 LOCK = ".lock"
-"""Held by the process that writes the folder, as long as it does."""
+"""Locked by the process that writes the folder, until it ends."""
 TIMELINE = "timeline.json"
-"""What ``paceline timeline`` makes of a trace, where no other name is given."""
+"""The file that ``paceline timeline`` writes, unless another name is given."""
 
 
 class RunFolder:
-    """Where a run writes. What an earlier run left there is removed first; other files stay."""
+    """The folder that a run writes to. Files of an earlier run are removed; other files stay."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -58,7 +58,7 @@ class RunFolder:
         self._traced = True
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write what the run was asked to do, and with which versions it does it."""
+        """Write the configuration of the run and the versions that it uses."""
         try:
             write_private(self.path / CONFIG, _config_text(config))
         except OSError as error:
@@ -66,17 +66,17 @@ class RunFolder:
             raise _cannot_write(self.path, error) from None
 
     def metric(self, record: Mapping[str, Any]) -> None:
-        """Add one line of metrics."""
+        """Append one line of metrics."""
         self._metrics.add(json.dumps(record) + "\n")
 
     def no_trace(self, reason: str | None = None) -> None:
-        """Hear that a rank has given its trace up, and say it once; or that there is to be none."""
+        """Have no trace: none is wanted, or a rank's disk failed for ``reason`` (warns once)."""
         if self._traced and reason is not None:
             warn_of_no_trace(self.path, reason)
         self._traced = False
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open files."""
         self._metrics.close()
 
     @property
@@ -86,11 +86,11 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The answer, under plain state-dict names."""
+        """The file of the answer, under plain state-dict names."""
         return self.path / MODEL
 
     def merge_traces(self, ranks: int) -> None:
-        """Make one trace of those that ranks have written; none, where one of them is missing."""
+        """Merge the traces of all ranks into one; remove them all if one rank's trace failed."""
         parts = [rank_trace(self.path, rank) for rank in range(ranks)]
         if self._traced:
             try:
@@ -106,8 +106,8 @@ class RunFolder:
 class RankFiles:
     """What a rank's own process writes into the folder of a run, if there is one.
 
-    With ``goes_on``, after what an earlier process of the rank has written. Without ``trace``,
-    there is none; ``on_no_trace`` is told why the disk did not take it.
+    With ``goes_on``, it appends to the files of the rank's earlier process. ``on_no_trace`` is
+    called with the reason if the trace cannot be written.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class RankFiles:
                 path.unlink(missing_ok=True)
 
     def metric(self, record: Mapping[str, Any]) -> None:
-        """Add one line to the metrics of this rank."""
+        """Append one line to the metrics of this rank."""
         if self._path is not None:
             path = self._path / f"metrics.{self._rank}.jsonl"
             self._metrics = self._metrics or Lines(path, partial(_warn_of, path))
             self._metrics.add(json.dumps(record) + "\n")
 
     def save_answer(self, model: nn.Module | None) -> str | None:
-        """Write the model that the run ends with; returns why it could not be."""
+        """Write the final model; returns the reason if it cannot be written."""
         return save_answer(model, self._path, self.trace)
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write what is buffered and close the files."""
         if self.trace is not None:
             self.trace.close()
         if self._metrics is not None:
@@ -150,9 +150,9 @@ class RankFiles:
 
 
 def save_answer(model: nn.Module | None, folder: Path | None, trace: Trace | None) -> str | None:
-    """Write the model that a run ends with, if there is a folder; returns why it could not be.
+    """Write the final model, if there is a folder; returns the reason if it cannot be written.
 
-    On a full disk the trace makes room for it.
+    On a full disk the trace is removed to make room.
     """
     from paceline.checkpoint.states import save_tensors
 
@@ -177,32 +177,32 @@ _RECORDED: dict[str, type] = {
     "method": dict,
     "arguments": dict,
 }
-"""What a replay needs to know of a run, and of which type it is in the configuration."""
+"""The entries of a run's configuration that a replay needs, and their types."""
 
 
-_CAME = {"joined", "rejoined", "restarted", "succeeded", "outlived"}
+_JOIN_EVENTS = {"joined", "rejoined", "restarted", "succeeded", "outlived"}
 
 
 class RecordedRun:
-    """What a real run has left in its folder, for a replay of it."""
+    """The files of a real run, for a replay of it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         try:
             self.config = read_object(self.path / CONFIG)
         except (OSError, ValueError) as error:
-            raise self.unfit(f"{CONFIG} cannot be read: {why(error)}") from None
+            raise self.unfit(f"{CONFIG} cannot be read: {reason_of(error)}") from None
         if self.config.get("world") == "simulated":
-            raise self.unfit("it was simulated; the same command and seed repeat it anyway")
+            raise self.unfit("it was simulated; run the same command with the same seed instead")
         if "method" not in self.config or not self.trace.is_file():
-            raise self.unfit(f"it has no {TRACE}, or is of an older version")
+            raise self.unfit(f"it has no {TRACE}, or an older version wrote it")
         for name, kind in _RECORDED.items():
             if type(value := self.config.get(name)) is not kind:
-                told = f"{name} ({value!r:.40}) must be of type {kind.__name__}"
-                raise self.unfit(f"{CONFIG}: {told}")
+                rule = f"{name} ({value!r:.40}) must be of type {kind.__name__}"
+                raise self.unfit(f"{CONFIG}: {rule}")
 
     def unfit(self, reason: str) -> UsageError:
-        """The error that says why this folder cannot be replayed."""
+        """The error for a folder that cannot be replayed."""
         return UsageError(
             f"replay ({self.path}) must be the folder that paceline run --out or pl.launch(out=...)"
             f" has written: {reason}"
@@ -210,36 +210,36 @@ class RecordedRun:
 
     @property
     def trace(self) -> Path:
-        """The recorded order."""
+        """The file of the recorded events."""
         return self.path / TRACE
 
     @property
     def model(self) -> Path:
-        """The parameters that the run ended with."""
+        """The file of the final model."""
         if not (self.path / MODEL).is_file():
-            raise self.unfit(f"it has no {MODEL}, so the run has not come to its end")
+            raise self.unfit(f"it has no {MODEL}, so the run did not finish")
         return self.path / MODEL
 
     def lost(self) -> frozenset[int]:
-        """The workers that were lost; refuses a run in which any rank came late, or came again."""
+        """The workers that were lost; refuses a run in which a rank joined late or rejoined."""
         try:
             events = read_object(self.path / RESULT).get("events") or []
-            told = [(str(event["event"]), int(event["rank"])) for event in events]
+            happened = [(str(event["event"]), int(event["rank"])) for event in events]
         except (OSError, ValueError) as error:
-            raise self.unfit(f"{RESULT} cannot be read: {why(error)}") from None
+            raise self.unfit(f"{RESULT} cannot be read: {reason_of(error)}") from None
         except (KeyError, TypeError):
             raise self.unfit(f"{RESULT}: events must be a list of events") from None
-        came = sorted({event for event, _ in told} & _CAME)
-        lost = frozenset(rank for event, rank in told if event == "lost")
-        if came or any(rank >= self.config["workers"] for rank in lost):
+        joined = sorted({event for event, _ in happened} & _JOIN_EVENTS)
+        lost = frozenset(rank for event, rank in happened if event == "lost")
+        if joined or any(rank >= self.config["workers"] for rank in lost):
             raise self.unfit(
-                "a rank came late, came again or had a successor, and a replay can follow the loss"
-                " of workers only"
+                "a rank joined late, rejoined or had a successor, and a replay can follow only the"
+                " loss of workers"
             )
         return lost
 
     def check_model(self) -> None:
-        """Refuse a model that is not what it must be."""
+        """Refuse a final model that is no safetensors file."""
         from paceline.checkpoint.states import check_header
 
         try:
@@ -248,17 +248,19 @@ class RecordedRun:
             raise self.unfit(f"{MODEL} cannot be read: {error}") from None
 
     def check(self, out: str | PathLike[str] | None, **given: Any) -> None:
-        """Refuse what would be another run, and to overwrite this one."""
+        """Refuse settings that differ from the recorded ones, and to overwrite this run."""
         if out is not None and Path(out).resolve() == self.path.resolve():
             raise UsageError(f"out ({out}) must not be the folder of the run that is replayed")
         for name, value in given.items():
             if value != self.config[name]:
-                told = self.config[name]
-                raise UsageError(f"{name} ({value}) must be {told}, as in the run in {self.path}")
+                recorded = self.config[name]
+                raise UsageError(
+                    f"{name} ({value}) must be {recorded}, as in the run in {self.path}"
+                )
 
 
 def largest_difference(one: Path, other: Path) -> float | None:
-    """By how much the numbers of two models differ at most; None when they are the same bits."""
+    """The largest difference between two models' parameters; None if all bits are equal."""
     if one.read_bytes() == other.read_bytes():
         return None
     from safetensors.torch import load_file
@@ -277,10 +279,9 @@ def _config_text(config: Mapping[str, Any]) -> str:
 def write_result(
     folder: Path, result: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what a run has come to, and its metrics with what is known of them only then.
+    """Write the result of a run, its complete metrics, and its configuration if given.
 
-    Also what it was asked to do, if that was not written before. Where the disk does not take it,
-    that is said: who has started the run has it all the same.
+    If the disk fails, this only warns: the caller still has the result.
     """
     lines = [json.dumps(record) + "\n" for record in result["metrics"]]
     texts = {RESULT: json.dumps(result) + "\n", METRICS: "".join(lines)}
@@ -299,9 +300,9 @@ def _warn_of(path: Path, reason: str) -> None:
 
 @contextmanager
 def claim(out: str | PathLike[str] | None) -> Iterator[None]:
-    """Have the folder of a run for oneself; refuses one that another run still writes.
+    """Lock the folder of a run; refuses one that another run is still writing.
 
-    The lock is the kernel's: it ends with the process that holds it, however that ends.
+    The kernel releases the lock when the process that holds it ends, in whatever way.
     """
     if out is None:
         yield
@@ -320,7 +321,7 @@ def claim(out: str | PathLike[str] | None) -> Iterator[None]:
 
 
 def _lock(path: Path, out: str | PathLike[str]) -> int:
-    """Lock a file; the descriptor that holds the lock."""
+    """Lock a file; returns the descriptor that holds the lock."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
@@ -329,22 +330,22 @@ def _lock(path: Path, out: str | PathLike[str]) -> int:
             owner = os.pread(lock, 20, 0).decode(errors="replace") or "another"
             os.close(lock)
             raise UsageError(
-                f"out ({out}) must not be in use: process {owner} still writes a run there; wait"
-                " for its end, or choose another folder"
+                f"out ({out}) must not be in use: process {owner} is still writing a run there;"
+                " wait until it ends, or choose another folder"
             ) from None
-        except OSError:  # there are file systems without locks
+        except OSError:  # a file system without locks
             return lock
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), path.stat()):
                 break
-        os.close(lock)  # who had it before has removed it
+        os.close(lock)  # the former owner has just removed this file
     with suppress(OSError):  # a full disk
         os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
 
 
 def check_out(path: str | PathLike[str]) -> None:
-    """Refuse a folder that cannot be written, before a run is made for it."""
+    """Refuse a folder that cannot be written, before the run starts."""
     try:
         make_folder(Path(path))
         with TemporaryFile(dir=path):
@@ -354,16 +355,16 @@ def check_out(path: str | PathLike[str]) -> None:
 
 
 def _cannot_write(path: str | PathLike[str], error: OSError) -> UsageError:
-    return UsageError(f"out ({path}) must be a folder that can be written: {reason_of(error)}")
+    return UsageError(f"out ({path}) must be a writable folder: {reason_of(error)}")
 
 
 def rank_trace(folder: Path, rank: int) -> Path:
-    """The trace of one rank, until they are merged."""
+    """The trace file of one rank, before the traces are merged."""
     return folder / f"trace.{rank}.jsonl"
 
 
 def provenance() -> dict[str, Any]:
-    """The versions behind a result."""
+    """The versions that produced a result."""
     versions = {"paceline": __version__, "torch": _torch_version(), "numpy": version("numpy")}
     return {
         "versions": {"python": platform.python_version(), **versions},
@@ -373,7 +374,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _torch_version() -> str:
-    """As torch tells it, with its build (``+cu130``), which its package may lack; loads nothing."""
+    """torch's own version with its build (``+cu130``), read without importing torch."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "a package that we depend on"
     return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
@@ -381,9 +382,9 @@ def _torch_version() -> str:
 
 def _git_revision() -> str | None:
     try:
-        told = subprocess.run(
+        git = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() or None
+    return git.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""What a run returns: the numbers of all workers, put together."""
+"""The result of a run, combined from the summaries of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WorkerSeconds = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The numbers of one worker, at its end."""
+    """The final numbers of one rank."""
 
     rank: int
     steps: int
@@ -50,72 +50,72 @@ class Summary:
     history: list[Row] = field(default_factory=list)
 
     def numbers(self) -> list[float]:
-        """The fields as numbers, for a vector; what is not known is NaN. Others are left out."""
+        """The numeric fields as a list of floats; None becomes NaN."""
         values = [getattr(self, name) for name in _NUMBERS]
         return [math.nan if value is None else float(value) for value in values]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> Summary:
-        """The summary that :meth:`numbers` was made of."""
+        """The summary that :meth:`numbers` returned as floats."""
         known: list[Any] = [None if math.isnan(number) else number for number in numbers]
         return cls(**dict(zip(_NUMBERS, known, strict=True)))
 
     @property
     def wait_share(self) -> float:
-        """Waiting over all of the time between the first step and the last."""
+        """The share of waiting in the time from the first step to the last."""
         span_s = self.last_step_s - self.first_step_s
         return self.wait_s / span_s if span_s > 0 else 0.0
 
     @property
     def seconds(self) -> WorkerSeconds:
-        """Where the time between the first step and the last went."""
+        """How the time from the first step to the last was spent."""
         span_s = self.last_step_s - self.first_step_s
         compute_s = max(0.0, span_s - self.wait_s - self.io_s)
         return {"compute": compute_s, "wait": self.wait_s, "io": self.io_s}
 
 
-_NO_NUMBERS = ("model_error", "stale_ages", "history")
-_NUMBERS = [f.name for f in fields(Summary) if f.name not in _NO_NUMBERS]
+_NOT_NUMERIC = ("model_error", "stale_ages", "history")
+_NUMBERS = [f.name for f in fields(Summary) if f.name not in _NOT_NUMERIC]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of a run; ``docs/simulator.md`` and ``paceline run --help`` name its keys.
+    """The outcome of a run.
 
     Attributes:
         steps: optimizer steps, summed over workers; ``samples`` likewise.
         loss: the last value logged under this name; ``accuracy`` likewise.
         seconds: from the first step to the last, on the wall's clock.
-        startup_seconds: before the first step.
-        samples_per_s: of all workers together after their first step, on the run's own clock.
-        virtual_seconds: the simulated time; None of a real run.
+        startup_seconds: from the start of the run to the first step.
+        samples_per_s: of all workers together after their first steps, on the run's own clock.
+        virtual_seconds: the simulated time; None for a real run.
         bytes_sent: payload that strategies handed to Comm, summed over ranks.
-        wire_bytes: what that took on the simulated links; None of a real run.
+        wire_bytes: bytes that this put on the simulated links; None for a real run.
         wait_share: waiting / (waiting + compute + loading), mean over workers.
         staleness_mean: 0 for synchronous methods, None where the method has none.
-        consensus_distance: how far the workers were apart just before the end.
-        trace_hash: fingerprint of a simulated run; None of a real one.
-        as_model: the model whose bytes and times the run had; None: its own.
+        consensus_distance: the distance between the workers' models just before the end.
+        trace_hash: fingerprint of a simulated run; None for a real one.
+        as_model: the model whose sizes and times the simulation used; None: its own.
         metrics: every record of ``worker.log``, in order; ``all_samples`` and ``all_bytes`` are
-            those of the steps that all ranks together had ended by then.
+            the totals of all steps that all ranks had completed by then.
         out: the run's folder, if it has one.
         first_step_s: when the first step began, on the clock that metrics carry as ``t``.
-        worker_seconds: of each worker by rank: its time from its first step to its last, divided
-            into ``compute`` (all that is not the rest), ``wait`` (for others) and ``io`` (data).
-        staleness_counts: how often something of each age was applied, as ``[age, count]``.
-        lr: the learning rate that workers began with; ``batch_size`` is that of one of them.
-        epoch_samples: the samples of an epoch; None where that is not known.
+        worker_seconds: for each worker by rank, its time from its first step to its last, divided
+            into ``wait`` (for others), ``io`` (loading data) and ``compute`` (the remainder).
+        staleness_counts: how often an update of each staleness was applied, as ``[age, count]``.
+        lr: the workers' initial learning rate; ``batch_size`` is that of one worker.
+        epoch_samples: the samples of an epoch; None if unknown.
         events: what happened to ranks and when: ``lost``, ``restarted``, ``joined``, ``rejoined``
-            (it was left behind), ``outlived`` (so was this one, and the others are at their end),
-            ``succeeded`` (a server that follows another), ``dropped`` (an update that was not
-            finite, or exploded), ``large``, ``set_aside`` (its sender).
-        lost_batches: those that lost workers had in hand, or had been given since the last meeting,
-            and nobody has taken again: the others were in a later epoch, or at their end.
-        dropped_updates: how many were, on all ranks; ``docs/guards.md`` tells of it.
-        diverged: whether every worker that came to the end had been set aside.
+            (after it was left behind), ``outlived`` (left behind when the others had finished),
+            ``succeeded`` (a successor replaced a server), ``dropped`` (an update that was not
+            finite, or exploded), ``large``, ``set_aside`` (the sender of such updates).
+        lost_batches: batches that lost workers had drawn and nobody trained on again, because the
+            others were in a later epoch or had finished.
+        dropped_updates: the number of ``dropped`` events on all ranks; see ``docs/guards.md``.
+        diverged: whether every worker that finished had been set aside.
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
-            was due could not be made. ``resumed_at`` is the step that the run went on from.
-        model_error: why the model could not be written to the run's folder; None when it was.
+            was due could not be written. ``resumed_at`` is the step that the run resumed from.
+        model_error: why the final model could not be written; None if it was.
     """
 
     strategy: str
@@ -157,32 +157,32 @@ class Result:
     model_error: str | None = None
 
     def first_with(self, accuracy: float) -> Metric | None:
-        """The first record of such an accuracy."""
+        """The first record with at least this accuracy."""
         return next((m for m in self.metrics if (m.get("accuracy") or 0.0) >= accuracy), None)
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """From the first step to the first record of such an accuracy, on the run's own clock."""
+        """The time from the first step to the first record with at least this accuracy."""
         record = self.first_with(accuracy)
         return None if record is None else record["t"] - self.first_step_s
 
     def bytes_to(self, accuracy: float) -> int | None:
-        """What all ranks had sent by the first record of such an accuracy."""
+        """What all ranks had sent by the first record with at least this accuracy."""
         return (self.first_with(accuracy) or {}).get("all_bytes")
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers of ``--json``: all that are not marked as no part of the representation."""
+        """The fields that ``--json`` prints: those with ``repr=True``."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
 
 
-def say_event(record: Metric) -> None:
-    """Say what people should know of before the run ends."""
+def print_event(record: Metric) -> None:
+    """Print an event that the user should know of before the run ends."""
     if record["event"] == "set_aside":
-        told = f"paceline: rank {record['sender']} is set aside: {record['why']}"
-        print(told, file=sys.stderr, flush=True)
+        message = f"paceline: rank {record['sender']} is set aside: {record['why']}"
+        print(message, file=sys.stderr, flush=True)
 
 
-class RunBook:
-    """What a run tells while it goes on, and the result that it makes of it in the end."""
+class RunRecorder:
+    """Records metrics and events during a run, and makes its result in the end."""
 
     def __init__(self, out: str | PathLike[str] | None, on_metric: OnMetric | None) -> None:
         self.folder = None if out is None else RunFolder(out)
@@ -191,25 +191,25 @@ class RunBook:
         self._on_metric = on_metric
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write down what was asked for."""
+        """Write the configuration of the run."""
         if self.folder is not None:
             self.folder.write_config(config)
 
     def no_trace(self, reason: str | None = None) -> None:
-        """Hear that a rank has given its trace up, and why; or that there is to be none."""
+        """Have no trace: none is wanted, or a rank's disk failed for ``reason``."""
         if self.folder is not None:
             self.folder.no_trace(reason)
 
     def metric(self, record: Metric) -> None:
-        """Take a record of ``worker.log``."""
+        """Add a record of ``worker.log``."""
         self.metrics.append(record)
         if self.folder is not None:
             self.folder.metric(record)
         if self._on_metric is not None:
             self._on_metric(record)
 
-    def go_on(self, metrics: Sequence[Metric], events: Sequence[Metric]) -> None:
-        """Take up what was told before a checkpoint."""
+    def restore(self, metrics: Sequence[Metric], events: Sequence[Metric]) -> None:
+        """Start with the metrics and events of the checkpoint that the run resumes from."""
         self.events += events
         for record in metrics:
             self.metrics.append(record)
@@ -217,12 +217,12 @@ class RunBook:
                 self.folder.metric(record)
 
     def event(self, record: Metric) -> None:
-        """Take down that a rank was lost, came late, or came again."""
+        """Add an event: a rank was lost, joined late, rejoined, ..."""
         self.events.append(record)
-        say_event(record)
+        print_event(record)
 
     def close(self, ranks: int = 0) -> None:
-        """Close the files; merge the traces of ``ranks`` processes."""
+        """Close the files; merge the traces of ``ranks`` processes into one."""
         if self.folder is not None:
             self.folder.close()
             if ranks:
@@ -238,7 +238,7 @@ class RunBook:
         synchronous: bool,
         **facts: Any,
     ) -> Result:
-        """Put together the numbers of all ranks and the ``facts`` of a run that ``began_s``."""
+        """Combine the summaries of all ranks and other ``facts`` of a run that ``began_s``."""
         mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
         last = max(mine, key=lambda s: s.last_step_s, default=None)
         consensus = [s.consensus for s in mine if s.consensus is not None]
@@ -284,10 +284,10 @@ class RunBook:
         return result
 
     def _count(self, event: str, workers: int) -> int:
-        """To how many workers such a thing has happened; who was left behind was lost, too."""
+        """How often this happened to workers; being left behind counts as lost, once a worker."""
         kinds = {"lost", "rejoined", "outlived"} if event == "lost" else {event}
-        told = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
-        return len({e["rank"] for e in told}) if event == "lost" else len(told)
+        happened = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
+        return len({e["rank"] for e in happened}) if event == "lost" else len(happened)
 
     def _last(self, name: str) -> Any:
         values = [record[name] for record in self.metrics if name in record]
@@ -297,7 +297,7 @@ class RunBook:
 def _staleness(
     summaries: Sequence[Summary], workers: Sequence[Summary], none: int | None
 ) -> dict[str, Any]:
-    """The staleness of what workers applied; ``none``, where nothing was."""
+    """The staleness of the updates that workers applied; ``none`` if there were none."""
     counted = sum(summary.stale_count for summary in workers)
     ages: Counter[int] = Counter()
     for summary in summaries:
@@ -310,7 +310,7 @@ def _staleness(
 
 
 def _with_totals(record: Metric, summaries: Sequence[Summary]) -> Metric:
-    """A record with what all ranks had done by then, where they have kept account of it."""
+    """A record with the totals of all ranks at its time, if they kept a history."""
     histories = [summary.history for summary in summaries]
     if not any(histories):
         return record

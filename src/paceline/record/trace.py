@@ -1,9 +1,9 @@
-"""One record format from every world: each message, version and batch, in order.
+"""The trace of a run: every message, version and batch in order, in one format for all worlds.
 
-A line of ``trace.jsonl`` is ``{"t", "rank", "event", "peer", "bytes", ...}``; times are seconds on
-the run's clock, and a field that ends in ``_s`` is how long something took that was over at ``t``.
-In a simulation all ranks write one trace and its hash is the run's fingerprint; real ranks write
-one each, and the launcher merges them by time.
+A line of ``trace.jsonl`` is ``{"t", "rank", "event", "peer", "bytes", ...}``. Times are seconds on
+the run's clock; a field that ends in ``_s`` is the duration of something that ended at ``t``. In a
+simulation all ranks write one trace, and its hash is the run's fingerprint. Real ranks write one
+trace each, and the launcher merges them by time.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from paceline.common.files import Lines, open_private
 from paceline.errors import UsageError
 
 _BUFFERED = 4096
-_KEPT_S = 0.25
-"""How much of a real rank's trace is lost at most when it is killed."""
+_FLUSH_INTERVAL_S = 0.25
+"""At most this much of a real rank's trace is lost when the rank is killed."""
 
-_BEGINS = '{"t": '
-"""What each line begins with."""
+_LINE_START = '{"t": '
+"""The beginning of each line."""
 
 Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
 
 
 class Trace:
-    """Collects records, writes them to a file if there is one, and hashes them.
+    """Hashes records, and writes them to a file if there is one.
 
     Args:
         path: the file.
-        clock: the time that no later record is before; records that come ahead of it are sorted in.
-        goes_on: whether to write after what is in the file.
-        on_failure: told why, when the file is given up: the disk is full, or fails. Half a trace is
-            none, so the file is removed then; the model and checkpoints need the room.
+        clock: a lower bound for the times of all later records; records ahead of it are held back
+            and sorted. None: records come in order.
+        goes_on: whether to append to an existing file.
+        on_failure: called with the reason if the disk is full or fails. The file is then removed:
+            an incomplete trace is of no use, and the model and checkpoints need the space.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Trace:
         if path is not None:
             self._file = Lines(path, self._fail, goes_on)
         if self._file is not None and goes_on:
-            self._file.add("\n")  # a line of before may have been cut off
+            self._file.add("\n")  # the last line of the earlier process may be incomplete
         self._digest = hashlib.sha256()
         self._records: list[Record] = []
         self._flush_at = _BUFFERED
@@ -76,11 +77,11 @@ class Trace:
         self._records.append((time_s, rank, event, peer, nbytes, more or None))
         if len(self._records) >= self._flush_at or time_s >= self._flush_s:
             self.flush()
-            self._flush_s = time_s + _KEPT_S if self._clock is None else math.inf
-            self._flush_at = _BUFFERED + 2 * len(self._records)  # those that are still ahead
+            self._flush_s = time_s + _FLUSH_INTERVAL_S if self._clock is None else math.inf
+            self._flush_at = _BUFFERED + 2 * len(self._records)  # beside those held back
 
     def flush(self) -> None:
-        """Hash and write what is buffered, up to the clock."""
+        """Hash and write the buffered records up to the clock."""
         self._emit(math.inf if self._clock is None else self._clock())
 
     def _emit(self, until_s: float) -> None:
@@ -94,7 +95,7 @@ class Trace:
             self._file.add("".join([_line(record) for record in records]))
 
     def give_up(self, reason: str) -> bool:
-        """Make room for what matters more; False where there is no file any more."""
+        """Remove the file to make room on the disk; False if there is no file any more."""
         if self._file is None or self._given_up:
             return False
         self._file.give_up(reason)
@@ -109,7 +110,7 @@ class Trace:
             warn(reason)
 
     def close(self) -> str:
-        """Write the rest; return the SHA-256 over (time, rank, event, peer, bytes) in order."""
+        """Write the remaining records; return the SHA-256 over (time, rank, event, peer, bytes)."""
         self._emit(math.inf)
         if self._file is not None:
             self._file.close()
@@ -118,15 +119,15 @@ class Trace:
 
 
 def warn_of_no_trace(folder: Path, reason: str) -> None:
-    """Say that a run goes on without a trace."""
+    """Warn that a run continues without a trace."""
     warnings.warn(
-        f"the trace of the run in {folder} is given up: {reason}; training goes on without it",
+        f"the trace of the run in {folder} was abandoned: {reason}; training continues without it",
         stacklevel=3,
     )
 
 
 def is_duration(name: str) -> bool:
-    """Whether a field of a record tells how long it took, and not what happened."""
+    """Whether a field of a record is a duration."""
     return name.endswith("_s")
 
 
@@ -144,13 +145,13 @@ def merge(parts: Sequence[Path], path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a trace; a last line cut off by a crash is left out."""
+    """The records of a trace; lines that a crash cut off are skipped."""
     for _, line in _lines(path):
         yield _record(path, line)
 
 
 def outline(path: Path, event: str) -> Iterator[dict[str, Any]]:
-    """The records of one kind of event, and the first of each rank; sooner than all of them."""
+    """The records of one kind of event, and the first of each rank; faster than :func:`read`."""
     wanted, seen = f'"event": "{event}"', set[str]()
     for _, line in _lines(path):
         rank = line[line.find('"rank": ') : line.find(', "event"')]
@@ -170,7 +171,7 @@ def _line(record: Record) -> str:
 
 
 def _json(value: Any) -> str:
-    """A value as JSON; the numbers that most are, sooner than the encoder writes them."""
+    """A value as JSON; faster than the encoder for numbers, the most common values."""
     kind = type(value)
     if kind is int or (kind is float and math.isfinite(value)):
         return repr(value)
@@ -178,23 +179,23 @@ def _json(value: Any) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[float, str]]:
-    """Each whole line with its time; one that was cut off by a crash is left out.
+    """Each complete line with its time; lines that a crash cut off are skipped.
 
-    That is the last one, or the one before which another life of its rank went on.
+    Such a line is the last of the file, or the last of one of the rank's earlier incarnations.
     """
     with path.open(encoding="utf-8") as file:
         try:
             for line in file:
-                begins = line[: len(_BEGINS)].rstrip("\n")
-                cut_off = not line.endswith("}\n") and _BEGINS.startswith(begins)
+                start = line[: len(_LINE_START)].rstrip("\n")
+                cut_off = not line.endswith("}\n") and _LINE_START.startswith(start)
                 if not cut_off and line.endswith("\n"):
-                    yield float(line[len(_BEGINS) : line.find(",")]), line
+                    yield float(line[len(_LINE_START) : line.find(",")]), line
         except ValueError as error:
             raise UsageError(f"{path}: not a trace: {error}") from None
 
 
 def _record(path: Path, line: str) -> dict[str, Any]:
-    """The record of a line, which has at least a time, a rank and an event."""
+    """The record in a line; refuses one without a time, a rank and an event."""
     try:
         record = json.loads(line)
         if isinstance(record["rank"], int) and isinstance(record["event"], str):

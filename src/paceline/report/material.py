@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.common.reading import read_object, taken_from, why
+from paceline.common.files import reason_of
+from paceline.common.reading import read_object, refuse_malformed
 from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import BUILT_IN
 from paceline.record.folder import CONFIG, RESULT
@@ -85,7 +86,7 @@ class Material:
 
 def read_material(folders: Sequence[Path], target: float | None = None) -> Material:
     """The runs of a comparison's folder, or of the folders of single runs."""
-    with taken_from(rule(folders)):
+    with refuse_malformed(rule(folders)):
         return _material(folders, target)
 
 
@@ -151,7 +152,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     try:
         return read_object(folder / name)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{rule([folder])}: {name} cannot be read: {why(error)}") from None
+        raise UsageError(f"{rule([folder])}: {name} cannot be read: {reason_of(error)}") from None
 
 
 def rule(folders: Sequence[Path]) -> str:

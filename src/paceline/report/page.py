@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.common.format import number, seconds, size
-from paceline.common.reading import taken_from
+from paceline.common.reading import refuse_malformed
 from paceline.common.stats import spread
 from paceline.errors import UsageError
 from paceline.report.charts import (
@@ -52,7 +52,7 @@ def write_report(
     """Build the report of a comparison's folder, or of runs; where it was written to."""
     material = read_material(folders, target)
     path = folders[0] / REPORT if out is None else out
-    with taken_from(rule(folders)):
+    with refuse_malformed(rule(folders)):
         text = render(material)
     try:
         path.write_text(text, encoding="utf-8")

@@ -51,8 +51,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.common.faults import Fault
+from paceline.common.files import reason_of
 from paceline.common.options import above, at_least, build, one_of
-from paceline.common.reading import read_text, why
+from paceline.common.reading import read_text
 from paceline.errors import UsageError, unknown
 from paceline.sim.models import StandsFor
 
@@ -318,7 +319,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: a cluster file must be at most {MAX_FILE_BYTES} bytes")
         return tomllib.loads(read_text(path))
     except OSError as error:
-        raise UsageError(f"{path}: {why(error)}") from None
+        raise UsageError(f"{path}: {reason_of(error)}") from None
     except UsageError:
         raise
     except (ValueError, RecursionError) as error:

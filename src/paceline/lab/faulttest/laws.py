@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from paceline.common.faults import Fault, say_fault
+from paceline.common.faults import Fault, format_fault
 from paceline.lab.faulttest.schedule import Schedule
 from paceline.lab.faulttest.training import learn, model_of, optimizer_of, own_batches
 from paceline.lab.faulttest.trial import RunOutcome, resume, run
@@ -67,7 +67,7 @@ def _run_slowly(schedule: Schedule, outcome: RunOutcome) -> None:
             step_s=2 * schedule.step_s,
             load_s=2 * schedule.load_s,
             dead_s=2 * schedule.dead_s,
-            faults=tuple(say_fault(_slowed(fault)) for fault in schedule.script),
+            faults=tuple(format_fault(_slowed(fault)) for fault in schedule.script),
         )
     )
     if slow.violation is not None:

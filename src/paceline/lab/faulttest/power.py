@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.lab.faulttest.schedule import Schedule
 from paceline.lab.faulttest.watched import Violation
 from paceline.launcher.checkpoints import CheckpointCoordinator
-from paceline.record.result import RunBook
+from paceline.record.result import RunRecorder
 from paceline.training.checkpointing import CheckpointParticipant
 
 Image = Mapping[str, bytes]
@@ -113,7 +113,7 @@ class CheckpointFolder:
         )
         with warnings.catch_warnings(action="ignore"):  # there is no checkpoint yet
             self.coordinator.prepare({"schedule": str(schedule.but(faults=()))}, schedule.size)
-        self.coordinator.follow(RunBook(None, None))
+        self.coordinator.follow(RunRecorder(None, None))
         self.completed: list[int | None] = [None] * len(self.disk.images)
         self.disk.on_image = lambda: self.completed.append(self.coordinator.last)
 
@@ -151,7 +151,7 @@ def check_image(image: Image, completed: int | None) -> Checkpoint | None:
     """The newest checkpoint in ``image``; it must be complete, and no older than ``completed``."""
     with TemporaryDirectory(prefix="paceline-faulttest-") as folder:
         write_image(image, Path(folder))
-        found, unusable = Store(Path(folder) / "checkpoints").look()
+        found, unusable = Store(Path(folder) / "checkpoints").scan()
         try:
             for rank in found.ranks if found else ():
                 assert found is not None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.common.faults import say_fault
+from paceline.common.faults import format_fault
 from paceline.errors import UsageError
 from paceline.lab.faulttest.campaign import Failure
 from paceline.lab.faulttest.laws import examine
@@ -112,7 +112,7 @@ def _plainer(schedule: Schedule) -> Iterator[Schedule]:
             yield schedule.but(**{field.name: field.default})
     for index, fault in enumerate(schedule.script):
         if fault.at_s is not None and round(fault.at_s, 1) != fault.at_s:
-            rounded = say_fault(replace(fault, at_s=round(fault.at_s, 1)))
+            rounded = format_fault(replace(fault, at_s=round(fault.at_s, 1)))
             yield schedule.but(
                 faults=schedule.faults[:index] + (rounded,) + schedule.faults[index + 1 :]
             )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.common.reading import read_bytes, why
+from paceline.common.files import reason_of
+from paceline.common.reading import read_bytes
 from paceline.errors import UsageError
 from paceline.lab.papers.tasks import QUICK
 from paceline.strategies import make_strategy
@@ -93,7 +94,7 @@ class Rates:
             content = read_bytes(path)
             record = json.loads(content)
         except OSError as error:
-            raise UsageError(f"rates ({path}) cannot be read: {why(error)}") from None
+            raise UsageError(f"rates ({path}) cannot be read: {reason_of(error)}") from None
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or not {"held", "own"} <= record.keys():

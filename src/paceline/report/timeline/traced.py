@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.common.reading import parse_object, read_object, read_text, taken_from, why
+from paceline.common.files import reason_of
+from paceline.common.reading import parse_object, read_object, read_text, refuse_malformed
 from paceline.errors import UsageError, summary_of
 from paceline.record.folder import CONFIG, METRICS, TRACE
 from paceline.record.trace import outline, read
@@ -52,7 +53,7 @@ class TracedRun:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with taken_from(rule([path])):
+        with refuse_malformed(rule([path])):
             self._look()
 
     def _look(self) -> None:
@@ -122,7 +123,7 @@ class TracedRun:
             lines = read_text(path).splitlines(keepends=True)
             return [parse_object(line) for line in lines if line.endswith("\n")]
         except (OSError, ValueError) as error:
-            raise unfit(self.path, f"{path.name} cannot be read: {why(error)}") from None
+            raise unfit(self.path, f"{path.name} cannot be read: {reason_of(error)}") from None
 
 
 def names_of(runs: Sequence[TracedRun]) -> list[str]:
@@ -149,7 +150,7 @@ def _config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise unfit(path, f"{CONFIG} cannot be read: {why(error)}") from None
+        raise unfit(path, f"{CONFIG} cannot be read: {reason_of(error)}") from None
 
 
 def _about(config: dict[str, Any]) -> str:
