@@ -1,8 +1,8 @@
-"""Make the tables of docs/papers.md with ``paceline papers``, for three seeds.
+"""Write the tables of docs/papers.md with ``paceline papers``, for three seeds.
 
     python benchmarks/papers_table.py
 
-Runs are kept in ``runs/papers-SEED``, so that it goes on where it was stopped.
+Runs are cached in ``runs/papers-SEED``, so that it continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ SEEDS = (0, 1, 2)
 
 def verdicts(seed: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "paceline", "papers", "--json", "--seed", str(seed)]
-    told = subprocess.run(
+    process = subprocess.run(
         [*command, "--out", f"runs/papers-{seed}"], stdout=subprocess.PIPE, text=True, check=True
     )
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return report
 
 
-def verdict_table(found: list[dict[str, Any]]) -> list[str]:
-    head = " | ".join(f"seed {told['seed']}" for told in found)
+def verdict_table(reports: list[dict[str, Any]]) -> list[str]:
+    head = " | ".join(f"seed {report['seed']}" for report in reports)
     lines = [
         f"| claim | source | {head} | can the set-up decide it? |",
-        "|---|---|" + "---|" * (len(found) + 1),
+        "|---|---|" + "---|" * (len(reports) + 1),
     ]
-    for claims in zip(*(told["claims"] for told in found), strict=True):
+    for claims in zip(*(report["claims"] for report in reports), strict=True):
         cells = " | ".join(claim["verdict"] for claim in claims)
         first = claims[0]
         cells = f"{cells} | {first['decides']}"
         lines.append(f"| `{first['id']}` | {first['source']} | {cells} |")
-    return [*lines, "", f"Learning rates: SHA-256 `{found[0]['rates_sha256']}`."]
+    return [*lines, "", f"Learning rates: SHA-256 `{reports[0]['rates_sha256']}`."]
 
 
-def figure_table(told: dict[str, Any]) -> list[str]:
+def figure_table(report: dict[str, Any]) -> list[str]:
     lines = ["| claim | figure | mean (90 % interval) | wanted | |", "|---|---|---|---|---|"]
-    for claim in told["claims"]:
+    for claim in report["claims"]:
         for figure in claim["figures"]:
             if figure["verdict"] is None:
                 continue
@@ -56,8 +56,8 @@ def figure_table(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def put(name: str, lines: list[str]) -> None:
-    """Replace what stands between the marks of a table."""
+def replace_table(name: str, lines: list[str]) -> None:
+    """Replace the lines between the two comments of a table."""
     table = "\n".join(lines)
     pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
     page = PAGE.read_text()
@@ -65,9 +65,9 @@ def put(name: str, lines: list[str]) -> None:
 
 
 def main() -> None:
-    found = [verdicts(seed) for seed in SEEDS]
-    put("verdicts", verdict_table(found))
-    put("figures", figure_table(found[0]))
+    reports = [verdicts(seed) for seed in SEEDS]
+    replace_table("verdicts", verdict_table(reports))
+    replace_table("figures", figure_table(reports[0]))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/sweep_lr.py [--models mlp,cnn] [--strategies sasgd] [--start 0.01]
 
-The sweep is that of :mod:`paceline.lab.sweep`, from three rates around ``--start``. The outcome is
-``src/paceline/lab/tasks/learning_rates.json``, which the task reads its defaults from. The claims
+The sweep is that of :mod:`paceline.lab.sweep`, from three rates around ``--start``. It writes
+``src/paceline/lab/tasks/learning_rates.json``, from which the task takes its defaults. The claims
 of the papers have rates of their own: ``paceline papers --sweep``.
 """
 
@@ -21,7 +21,7 @@ from paceline.sim.cluster import load_cluster
 from paceline.strategies import STRATEGIES, make_strategy
 
 SAME = {"layered": "allreduce"}
-"""Methods that make the same steps as another one share its rate."""
+"""Methods that make the same steps as another method share its rate."""
 WORKERS, CLUSTER = 8, "ethernet-10g"
 
 
@@ -49,15 +49,15 @@ def main() -> None:
     for model in options.models.split(","):
         arms = {name: arm(name, model, options.start) for name in options.strategies.split(",")}
         sweep(list(arms.values()), folder=options.out, say=lambda text: print(text, flush=True))
-        for strategy, found in arms.items():
-            write_down(strategy, model, found)
+        for strategy, swept in arms.items():
+            write_rate(strategy, model, swept)
 
 
-def write_down(strategy: str, model: str, found: Arm) -> None:
+def write_rate(strategy: str, model: str, swept: Arm) -> None:
     record = json.loads(RATES.read_text())
     for name in [strategy, *(name for name, same in SAME.items() if same == strategy)]:
-        record["rates"].setdefault(model, {})[name] = found.best
-    record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = found.table()
+        record["rates"].setdefault(model, {})[name] = swept.best
+    record.setdefault("accuracy", {}).setdefault(model, {})[strategy] = swept.table()
     setup = {"workers": WORKERS, "seeds": SEEDS, "epochs": EPOCHS, "cluster": CLUSTER}
     record["sweep"] = {**setup, "versions": provenance()["versions"]}
     RATES.write_text(json.dumps(record, indent=1) + "\n")

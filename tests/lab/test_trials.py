@@ -1,4 +1,4 @@
-"""Many simulated runs: on several processes, each made once, and found again in a folder."""
+"""Many simulated runs: in several processes, each run once and cached in a folder."""
 
 import pytest
 
@@ -22,33 +22,33 @@ def trial(strategy="allreduce", seed=0, **more):
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory):
-    """Three trials and one of them again, made by two processes."""
+    """Three trials, one of them twice, run in two processes."""
     folder = tmp_path_factory.mktemp("trials")
     trials = [trial(), trial(seed=1), trial("sasgd(interval=2)"), trial()]
-    heard = []
+    done = []
     outcomes = run_trials(
-        trials, folder=folder, processes=2, on_done=lambda place, outcome: heard.append(place)
+        trials, folder=folder, processes=2, on_done=lambda index, outcome: done.append(index)
     )
-    return folder, trials, outcomes, heard
+    return folder, trials, outcomes, done
 
 
 def test_the_outcomes_are_those_of_simulate_in_the_order_of_the_trials(batch):
-    _, trials, outcomes, heard = batch
+    _, trials, outcomes, done = batch
     hashes = [outcome.result.trace_hash for outcome in outcomes]
-    assert hashes == [one.run().result.trace_hash for one in trials]
+    assert hashes == [each.run().result.trace_hash for each in trials]
     assert hashes[0] == hashes[3] and len(set(hashes)) == 3
-    assert sorted(heard) == [0, 1, 2, 3]
+    assert sorted(done) == [0, 1, 2, 3]
 
 
-def test_equal_trials_are_run_once_and_kept(batch):
+def test_equal_trials_are_run_once_and_cached(batch):
     folder, _, outcomes, _ = batch
     assert len(list(folder.iterdir())) == 3
     assert outcomes[0].result.metrics == outcomes[3].result.metrics
 
 
-def test_what_is_in_the_folder_is_not_made_again(batch, monkeypatch):
+def test_a_trial_whose_outcome_is_in_the_folder_is_not_run_again(batch, monkeypatch):
     folder, trials, outcomes, _ = batch
-    monkeypatch.setattr("paceline.lab.trials._make", None)
+    monkeypatch.setattr("paceline.lab.trials._run_trial", None)
     assert run_trials(trials, folder=folder) == outcomes
 
 
@@ -58,11 +58,11 @@ def test_an_error_is_an_outcome():
     assert "rank 1" in outcome.error
 
 
-def test_a_trial_survives_being_written_down():
-    told = trial("easgd(alpha=0.3)", faults=(kill(rank=1).at(seconds=2.0),))
-    assert Trial.of(told.config()) == told
+def test_a_trial_equals_the_one_made_from_its_config():
+    original = trial("easgd(alpha=0.3)", faults=(kill(rank=1).at(seconds=2.0),))
+    assert Trial.from_config(original.config()) == original
 
 
-def test_arguments_that_cannot_be_written_down_are_refused():
+def test_arguments_that_are_not_json_are_refused():
     with pytest.raises(UsageError, match="arguments"):
         run_trials([Trial(**{**vars(trial()), "arguments": {"model": object()}})])

@@ -539,4 +539,4 @@ def test_a_trial_in_another_process_stands_for_the_same_model():
 
     cluster = as_model(load_cluster("wan"), "gpt2-small")
     trial = Trial(strategy=make_strategy("allreduce"), workers=2, cluster=cluster)
-    assert Trial.of(json.loads(json.dumps(trial.config()))).cluster == cluster
+    assert Trial.from_config(json.loads(json.dumps(trial.config()))).cluster == cluster

@@ -103,12 +103,12 @@ class Comparison:
 
     def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
         """All at once on all cores, those of many workers first: they take longest."""
-        from paceline.lab.trials import Book, run_trials
+        from paceline.lab.trials import OutcomeCache, run_trials
 
         trials, folder = [self._trial(case) for case in cases], self.out / TRIALS
-        book, configs = Book(folder), [trial.key() for trial in trials]
-        found = sum(book.find(config) is not None for config in configs)
-        self._write_plan(cases, [book.path(config) for config in configs])
+        cache, configs = OutcomeCache(folder), [trial.key() for trial in trials]
+        found = sum(cache.find(config) is not None for config in configs)
+        self._write_plan(cases, [cache.path(config) for config in configs])
         order = sorted(range(len(cases)), key=lambda place: -cases[place].workers)
         what = f"{len(cases)} simulations, {found} of them found in {self.out}"
         with screen.tally(len(cases), what) as tell:
@@ -135,11 +135,14 @@ class Comparison:
 
     def _run(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
         """In real processes, which have the machine for themselves."""
-        from paceline.lab.trials import Book, Outcome
+        from paceline.lab.trials import Outcome, OutcomeCache
 
-        book, configs = Book(self.out / TRIALS), [self._real_config(case) for case in cases]
-        known = [book.find(config) for config in configs]
-        self._write_plan(cases, [book.path(config) for config in configs])
+        cache, configs = (
+            OutcomeCache(self.out / TRIALS),
+            [self._real_config(case) for case in cases],
+        )
+        known = [cache.find(config) for config in configs]
+        self._write_plan(cases, [cache.path(config) for config in configs])
         found = len(known) - known.count(None)
         screen.say(f"{len(cases)} runs, {found} of them found in {self.out}")
         outcomes = []
@@ -149,7 +152,7 @@ class Comparison:
                 screen.say(f"[{place + 1}/{len(cases)}] {case}")
                 result = self._launch(screen, case, self.out / f"{place + 1:02d}")
                 outcome = Outcome(result=result)
-                book.keep(configs[place], json.dumps(asdict(outcome)))
+                cache.add(configs[place], json.dumps(asdict(outcome)))
             outcomes.append(outcome)
         return outcomes
 

@@ -14,7 +14,7 @@ from paceline.cli.task import choose_out
 from paceline.lab.papers import CLAIMS, find_claim
 
 if TYPE_CHECKING:
-    from paceline.lab.papers.claim import Claim, Finding, Scope
+    from paceline.lab.papers.claim import Claim, ClaimResult, Scope
     from paceline.lab.papers.verdict import Figure
 
 
@@ -45,12 +45,12 @@ def list_claims(screen: Screen, choice: Choice) -> None:
     claims = choice.claims()
     for claim in claims:
         _show_words(screen, claim)
-    screen.emit({"claims": [claim.words() for claim in claims]})
+    screen.emit({"claims": [claim.description() for claim in claims]})
 
 
 def sweep_rates(screen: Screen, choice: Choice) -> None:
     """Make the file of learning rates."""
-    from paceline.lab.papers.rates import Rates
+    from paceline.lab.papers.rates import LearningRates
     from paceline.lab.papers.sweeping import make_rates
     from paceline.lab.papers.tasks import FULL, QUICK, check_data
 
@@ -64,7 +64,7 @@ def sweep_rates(screen: Screen, choice: Choice) -> None:
         data=choice.data if choice.full else None,
         say=screen.say,
     )
-    rates, took_s = Rates.read(path), time.monotonic() - began_s
+    rates, took_s = LearningRates.read(path), time.monotonic() - began_s
     screen.facts({"written to": str(path), "sha256": rates.sha256, "took": seconds(took_s)})
     screen.emit({"rates": str(path), "rates_sha256": rates.sha256, "seconds": took_s})
 
@@ -73,7 +73,7 @@ def try_claims(screen: Screen, choice: Choice) -> None:
     """Run the claims, show what came of each, and say the verdicts."""
     claims, scope = choice.claims(), scope_of(choice)
     folder = choice.out or choose_out(None, "papers")
-    from paceline.lab.papers.experiment import put_to_test
+    from paceline.lab.papers.experiment import run_claims
 
     began_s, last_said = time.monotonic(), -1
 
@@ -83,7 +83,7 @@ def try_claims(screen: Screen, choice: Choice) -> None:
             last_said = tenth
             screen.say(f"{done} of {planned} runs, {seconds(time.monotonic() - began_s)}")
 
-    findings = put_to_test(claims, scope, folder=folder, on_run=say)
+    findings = run_claims(claims, scope, folder=folder, on_run=say)
     for finding in findings:
         show_finding(screen, finding)
     _show_summary(screen, findings)
@@ -104,17 +104,17 @@ def try_claims(screen: Screen, choice: Choice) -> None:
 def scope_of(choice: Choice) -> Scope:
     """How much is run; refuses data and rates that are not there."""
     from paceline.lab.papers.claim import Scope
-    from paceline.lab.papers.rates import Rates
+    from paceline.lab.papers.rates import LearningRates
     from paceline.lab.papers.tasks import check_data
 
     if choice.full:
         check_data(choice.data)
-    rates = Rates.read(choice.rates_path())
+    rates = LearningRates.read(choice.rates_path())
     data = choice.data if choice.full else None
     return Scope(rates=rates, seed=choice.seed, full=choice.full, data=data)
 
 
-def show_finding(screen: Screen, finding: Finding) -> None:
+def show_finding(screen: Screen, finding: ClaimResult) -> None:
     """The claim, where it is from, the figures with their spread, and the verdict."""
     _show_words(screen, finding.claim)
     for figure in finding.figures:
@@ -128,10 +128,10 @@ def show_finding(screen: Screen, finding: Finding) -> None:
 
 def _show_words(screen: Screen, claim: Claim) -> None:
     screen.show(f"\n{claim.id}")
-    words = claim.words()
+    texts = claim.description()
     for name in ("claim", "paper", "source", "setup", "rule", "needs"):
-        if words[name]:
-            _show_text(screen, f"  {name:<6}  ", words[name])
+        if texts[name]:
+            _show_text(screen, f"  {name:<6}  ", texts[name])
 
 
 def _show_text(screen: Screen, head: str, text: str) -> None:
@@ -146,7 +146,7 @@ def _line_of(figure: Figure) -> str:
     return text if figure.wanted is None else f"{text}; wanted {figure.wanted}: {figure.verdict}"
 
 
-def _show_summary(screen: Screen, findings: Sequence[Finding]) -> None:
+def _show_summary(screen: Screen, findings: Sequence[ClaimResult]) -> None:
     screen.show()
     screen.table(
         ["claim", "source", "verdict"],

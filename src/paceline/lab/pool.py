@@ -1,4 +1,4 @@
-"""Jobs on all cores: processes that take a line and answer with a line."""
+"""Run jobs on all cores, in processes that read a line and answer with a line."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def answers(
-    jobs: Sequence[str], program: str, make: Callable[[str], str], processes: int
+def run_jobs(
+    jobs: Sequence[str], program: str, run: Callable[[str], str], processes: int
 ) -> Iterator[tuple[str, str]]:
-    """Each job with its answer, as they are done.
+    """Yield each job with its result, in the order in which they finish.
 
     Args:
         jobs: one line each.
-        program: the module that the processes run; it calls :func:`serve`.
-        make: the same, in this process: for a single one.
-        processes: how many.
+        program: the module that the processes run; it calls :func:`serve_jobs`.
+        run: runs one job in this process; used if there is only one job or one process.
+        processes: the number of processes.
     """
     if min(processes, len(jobs)) <= 1:
         for job in jobs:
-            yield job, make(job)
+            yield job, run(job)
         return
     todo: SimpleQueue[str | None] = SimpleQueue()
     done: SimpleQueue[tuple[str, str]] = SimpleQueue()
     for item in [*jobs, *[None] * processes]:
         todo.put(item)
-    helpers = [_Helper(program, todo, done) for _ in range(min(processes, len(jobs)))]
+    workers = [_JobProcess(program, todo, done) for _ in range(min(processes, len(jobs)))]
     try:
         for _ in jobs:
-            job, told = done.get()
-            if not told:
-                raise PacelineError("a process that simulates has ended before its time")
-            yield job, told
+            job, result = done.get()
+            if not result:
+                raise PacelineError("a process of the pool ended before it answered")
+            yield job, result
     finally:
-        for helper in helpers:
-            helper.end()
+        for worker in workers:
+            worker.end()
 
 
-class _Helper:
-    """A process that answers, and the thread that feeds it."""
+class _JobProcess:
+    """A process that runs jobs, and the thread that feeds it."""
 
     def __init__(
         self, program: str, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]
@@ -67,7 +67,7 @@ class _Helper:
         self._thread.start()
 
     def _feed(self, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]) -> None:
-        """Hand on what is to do, until None comes; an empty answer means that it ended."""
+        """Pass jobs on until None comes; an empty result means that the process ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         while (job := todo.get()) is not None:
             with suppress(OSError):
@@ -76,16 +76,16 @@ class _Helper:
             done.put((job, self._process.stdout.readline()))
 
     def end(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process, whatever it is doing."""
         with suppress(OSError), self._process:
             self._process.kill()
             self._thread.join()
 
 
-def serve(make: Callable[[str], str]) -> None:
-    """The program of such a process; what is printed meanwhile goes to standard error."""
+def serve_jobs(run: Callable[[str], str]) -> None:
+    """The main loop of such a process; what a job prints goes to standard error."""
     with open(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         for job in sys.stdin:
-            out.write(make(job) + "\n")
+            out.write(run(job) + "\n")
             out.flush()

@@ -1,9 +1,9 @@
-"""The sweep of learning rates: a grid, widened where the best lies at its edge.
+"""Sweep learning rates over a grid, and widen the grid if the best rate lies at its edge.
 
-Each arm is one way to train, of which only the rate is open. All rates are tried with the first of
-three seeds; those that come within :data:`FAR` of the best are tried with the other two. The
-highest mean accuracy wins, of equals the smaller rate. While it lies at an edge of what was tried,
-the next rate beyond it is tried as well. The seeds are used for nothing else.
+An arm is one way to train in which only the rate is open. Each rate is tried with the first of
+three seeds; those within :data:`FAR` of the best are tried with the other two. The highest mean
+accuracy wins; of equal ones, the smaller rate. While the best rate is the smallest or the largest
+that was tried, the next rate beyond it is tried too. The seeds are used for nothing else.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ from paceline.lab.trials import Outcome, Trial, run_trials
 
 SEEDS = (1001, 1002, 1003)
 GRID = tuple(0.005 * 2**power for power in range(8))
-"""0.005 to 0.64: by factors of 2 up to 0.8."""
+"""0.005 to 0.64 by factors of 2."""
 FAR = 0.1
-"""A rate whose accuracy with the first seed is so much below the best is not tried further."""
+"""A rate whose first accuracy is this far below the best is not tried with more seeds."""
 
 MakeTrial = Callable[[float, int], Trial]
-"""The run of an arm at a rate, with a seed."""
+"""Makes the trial of an arm for a rate and a seed."""
 
 
 @dataclass
 class Arm:
-    """One way to train: how a run of it is made, and what has been found so far."""
+    """One way to train, and the accuracies of each rate tried so far."""
 
     name: str
     trial: MakeTrial
     grid: Sequence[float] = GRID
-    found: dict[float, list[float]] = field(default_factory=dict)
+    accuracies: dict[float, list[float]] = field(default_factory=dict)
 
-    def wanted(self) -> list[tuple[float, int]]:
-        """The rates and seeds to be tried next; none, when the best is known."""
-        fresh = [rate for rate in self.grid if rate not in self.found]
-        if fresh:
-            return [(rate, SEEDS[0]) for rate in fresh]
-        best = max(values[0] for values in self.found.values())
-        near = [rate for rate, values in self.found.items() if best - values[0] <= FAR]
-        short = [rate for rate in near if len(self.found[rate]) < len(SEEDS)]
-        if short:
-            return [(rate, seed) for rate in short for seed in SEEDS[1:]]
-        beyond = self._beyond()
+    def next_runs(self) -> list[tuple[float, int]]:
+        """The rates and seeds to try next; none if the best is known."""
+        untried = [rate for rate in self.grid if rate not in self.accuracies]
+        if untried:
+            return [(rate, SEEDS[0]) for rate in untried]
+        best = max(values[0] for values in self.accuracies.values())
+        near = [rate for rate, values in self.accuracies.items() if best - values[0] <= FAR]
+        incomplete = [rate for rate in near if len(self.accuracies[rate]) < len(SEEDS)]
+        if incomplete:
+            return [(rate, seed) for rate in incomplete for seed in SEEDS[1:]]
+        beyond = self._beyond_edge()
         return [] if beyond is None else [(beyond, SEEDS[0])]
 
-    def _beyond(self) -> float | None:
-        """The next rate, when the best lies at an edge."""
-        edges = {min(self.found): min(self.found) / 2, max(self.found): max(self.found) * 2}
+    def _beyond_edge(self) -> float | None:
+        """The next rate to try if the best lies at an edge."""
+        edges = {
+            min(self.accuracies): min(self.accuracies) / 2,
+            max(self.accuracies): max(self.accuracies) * 2,
+        }
         return edges.get(self.best)
 
     @property
     def best(self) -> float:
-        """The rate of the highest mean accuracy, of those that were tried with every seed."""
-        whole = {r: v for r, v in sorted(self.found.items()) if len(v) == len(SEEDS)}
-        return max(whole, key=lambda rate: round(statistics.fmean(whole[rate]), 4))
+        """The rate of the highest mean accuracy among those that were tried with every seed."""
+        complete = {r: v for r, v in sorted(self.accuracies.items()) if len(v) == len(SEEDS)}
+        return max(complete, key=lambda rate: round(statistics.fmean(complete[rate]), 4))
 
-    def take(self, rate: float, accuracy: float) -> None:
-        """Note what came of a run."""
-        self.found.setdefault(rate, []).append(accuracy)
+    def add(self, rate: float, accuracy: float) -> None:
+        """Add the accuracy of a run."""
+        self.accuracies.setdefault(rate, []).append(accuracy)
 
     def table(self) -> dict[str, list[float]]:
-        """What was found, for a file."""
-        return {f"{rate:g}": values for rate, values in sorted(self.found.items())}
+        """All accuracies by rate, as JSON data."""
+        return {f"{rate:g}": values for rate, values in sorted(self.accuracies.items())}
 
 
 def sweep(
@@ -75,26 +78,26 @@ def sweep(
     processes: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Find the best rate of each arm; ``folder`` keeps the runs, so that a sweep can go on.
+    """Find the best rate of each arm; ``folder`` caches the runs of an interrupted sweep.
 
     Raises:
         PacelineError: a run failed for another reason than its rate.
     """
-    while jobs := [(arm, *wanted) for arm in arms for wanted in arm.wanted()]:
+    while jobs := [(arm, *run) for arm in arms for run in arm.next_runs()]:
         say(f"{len(jobs)} runs to make for {len({arm.name for arm, *_ in jobs})} arms")
         trials = [arm.trial(rate, seed) for arm, rate, seed in jobs]
 
-        def heard(place: int, outcome: Outcome) -> None:
-            arm, rate, seed = jobs[place]
+        def on_done(index: int, outcome: Outcome) -> None:
+            arm, rate, seed = jobs[index]
             say(f"  {arm.name}, lr {rate:g}, seed {seed}: {accuracy_of(outcome):.3f}")
 
-        outcomes = run_trials(trials, folder=folder, processes=processes, on_done=heard)
+        outcomes = run_trials(trials, folder=folder, processes=processes, on_done=on_done)
         for (arm, rate, _), outcome in zip(jobs, outcomes, strict=True):
-            arm.take(rate, accuracy_of(outcome))
+            arm.add(rate, accuracy_of(outcome))
 
 
 def accuracy_of(outcome: Outcome) -> float:
-    """The accuracy that a run ended with; a run that failed is an error."""
+    """The final accuracy of a run; raises an error if the run failed."""
     if outcome.result is None:
         raise PacelineError(f"a run of the sweep failed: {outcome.error}")
     return float(outcome.result.accuracy or 0.0)

@@ -1,4 +1,4 @@
-"""Many simulated runs on all cores, each made once, for comparisons and experiments."""
+"""Run many simulations on all cores, each once, for comparisons and experiments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.common.options import build
 from paceline.common.reading import read_object
 from paceline.common.reference import Reference, plain_json
 from paceline.errors import PacelineError
-from paceline.lab.pool import answers, cores, serve
+from paceline.lab.pool import cores, run_jobs, serve_jobs
 from paceline.lab.tasks.recipe import BUILT_IN
 from paceline.launcher.simulate import simulate
 from paceline.record.folder import provenance
@@ -27,11 +27,16 @@ from paceline.strategies.packing import pack_strategy, unpack_strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One simulated run, told so that another process can make it.
+    """The description of a simulated run that another process can run.
 
     Args:
-        train: where the training function is found; the built-in task's when not given.
-        arguments: more keyword arguments for it; numbers, texts, lists and dicts.
+        strategy: the method.
+        workers: the number of workers.
+        cluster: the simulated cluster.
+        seed: the seed of the run.
+        arguments: keyword arguments of the training function; JSON data.
+        faults: the faults to inject.
+        train: where to find the training function; by default that of the built-in task.
     """
 
     strategy: Strategy
@@ -43,7 +48,7 @@ class Trial:
     train: Reference = field(default_factory=lambda: BUILT_IN)
 
     def config(self) -> dict[str, Any]:
-        """All that decides the outcome, beside the versions."""
+        """Everything that decides the outcome, except the versions of the software."""
         return {
             "train": self.train,
             "strategy": pack_strategy(self.strategy),
@@ -55,12 +60,12 @@ class Trial:
         }
 
     def key(self) -> str:
-        """The same as text: what a :class:`Book` finds its outcome by."""
+        """The configuration as text: the key of its outcome in an :class:`OutcomeCache`."""
         return json.dumps(self.config(), sort_keys=True)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Trial:
-        """The trial that :meth:`config` tells of."""
+    def from_config(cls, config: Mapping[str, Any]) -> Trial:
+        """The trial that :meth:`config` describes."""
         return cls(
             **{
                 **config,
@@ -71,7 +76,7 @@ class Trial:
         )
 
     def run(self) -> Outcome:
-        """Make the run, in this process."""
+        """Run the simulation in this process."""
         try:
             result = simulate(
                 self.train,
@@ -89,17 +94,17 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a trial: a result, or the error that ended it."""
+    """The outcome of a trial: a result, or the error that ended it."""
 
     result: Result | None = None
     error: str | None = None
     exit_code: int = 0
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Outcome:
-        """The outcome that ``asdict`` made this of."""
-        result = told["result"]
-        return cls(**{**told, "result": None if result is None else Result(**result)})
+    def from_dict(cls, fields: Mapping[str, Any]) -> Outcome:
+        """The outcome from which ``asdict`` made ``fields``."""
+        result = fields["result"]
+        return cls(**{**fields, "result": None if result is None else Result(**result)})
 
 
 def run_trials(
@@ -109,69 +114,69 @@ def run_trials(
     processes: int | None = None,
     on_done: Callable[[int, Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Make the runs, on all cores; the outcomes in the order of ``trials``.
+    """Run the trials on all cores; return the outcomes in the order of ``trials``.
 
     Args:
         trials: equal ones are run once.
-        folder: keeps each outcome as soon as it is there; those that are in it already, of the same
-            trial and versions, are not made again.
-        processes: how many runs at a time; one a core when not given.
-        on_done: called with the place of a trial and its outcome, in the order in which they come.
+        folder: caches each outcome as soon as it is known; a trial whose outcome is there, from
+            the same versions of the software, is not run again.
+        processes: how many runs at a time; by default one per core.
+        on_done: called with the index of a trial and its outcome, in the order in which they end.
     """
-    book = Book(folder)
+    cache = OutcomeCache(folder)
     configs = [trial.key() for trial in trials]
-    places: dict[str, list[int]] = {}
-    for place, config in enumerate(configs):
-        places.setdefault(config, []).append(place)
-    found: dict[str, Outcome] = {}
+    indices: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        indices.setdefault(config, []).append(index)
+    outcomes: dict[str, Outcome] = {}
 
-    def take(config: str, outcome: Outcome) -> None:
-        found[config] = outcome
-        for place in places[config]:
+    def note(config: str, outcome: Outcome) -> None:
+        outcomes[config] = outcome
+        for index in indices[config]:
             if on_done is not None:
-                on_done(place, outcome)
+                on_done(index, outcome)
 
     todo = []
-    for config in places:
-        known = book.find(config)
-        if known is None:
+    for config in indices:
+        cached = cache.find(config)
+        if cached is None:
             todo.append(config)
         else:
-            take(config, known)
-    for config, told in answers(todo, "paceline.lab.trials", _make, processes or cores()):
-        outcome = Outcome.of(json.loads(told))
-        book.keep(config, told)
-        take(config, outcome)
-    return [found[config] for config in configs]
+            note(config, cached)
+    for config, result in run_jobs(todo, "paceline.lab.trials", _run_trial, processes or cores()):
+        outcome = Outcome.from_dict(json.loads(result))
+        cache.add(config, result)
+        note(config, outcome)
+    return [outcomes[config] for config in configs]
 
 
-def _make(config: str) -> str:
-    """One trial, texts in and out."""
-    return json.dumps(asdict(Trial.of(json.loads(config)).run()))
+def _run_trial(config: str) -> str:
+    """Run one trial; its configuration and its outcome are JSON."""
+    return json.dumps(asdict(Trial.from_config(json.loads(config)).run()))
 
 
-class Book:
-    """Outcomes in a folder, by what decides them: the configuration, a script, the versions."""
+class OutcomeCache:
+    """Outcomes in a folder; the file name is a hash of configuration, script and versions."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._made = folder, provenance()
-        self._versions = json.dumps(self._made["versions"], sort_keys=True)
+        self._folder, self._provenance = folder, provenance()
+        self._versions = json.dumps(self._provenance["versions"], sort_keys=True)
         if folder is not None:
             make_folder(folder)
 
     def find(self, config: str) -> Outcome | None:
-        """The outcome of a configuration, if it is there, and whole."""
+        """The outcome of a configuration, if its file exists and is complete."""
         path = self.path(config)
         try:
-            return None if path is None else Outcome.of(read_object(path)["outcome"])
+            return None if path is None else Outcome.from_dict(read_object(path)["outcome"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def keep(self, config: str, outcome: str) -> None:
-        """Write an outcome down, with what it was made by."""
+    def add(self, config: str, outcome: str) -> None:
+        """Write an outcome to its file, with the versions and the command that made it."""
         path = self.path(config)
         if path is not None:
-            made = json.dumps(self._made)
+            made = json.dumps(self._provenance)
             text = f'{{"config": {config}, "made": {made}, "outcome": {outcome}}}\n'
             write_private(path, text)
 
@@ -186,7 +191,7 @@ class Book:
 
 
 def _without_none(value: Any) -> Any:
-    """A nested dict without what was not given."""
+    """``value`` without the entries of nested dicts that are None."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -195,4 +200,4 @@ def _without_none(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(_make)
+    serve_jobs(_run_trial)

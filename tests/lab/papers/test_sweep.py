@@ -1,4 +1,4 @@
-"""The sweep: a grid that widens at its edges, three seeds, and a file of what it found."""
+"""The sweep: a grid that widens at its edges, three seeds, and the file of rates."""
 
 import json
 import math
@@ -7,24 +7,24 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.lab.papers.rates import OWN_COUNTS, RATES, Rates, names_for
+from paceline.lab.papers.rates import OWN_COUNTS, RATES, LearningRates, names_for
 from paceline.lab.papers.sweeping import make_rates
 from paceline.lab.sweep import GRID, SEEDS, Arm, accuracy_of
 from paceline.lab.trials import Outcome
 
 
 def swept(accuracy, grid=GRID):
-    """An arm, tried until it wants no more; and all that it has wanted."""
-    arm, asked = Arm("it", lambda rate, seed: None, grid), []
-    while wanted := arm.wanted():
-        asked += wanted
-        for rate, seed in wanted:
-            arm.take(rate, accuracy(rate, seed))
-    return arm, asked
+    """An arm whose sweep is complete, and all (rate, seed) that it tried."""
+    arm, tried = Arm("it", lambda rate, seed: None, grid), []
+    while runs := arm.next_runs():
+        tried += runs
+        for rate, seed in runs:
+            arm.add(rate, accuracy(rate, seed))
+    return arm, tried
 
 
 def peak(at, width=2.0):
-    """The accuracy of a rate, by how many octaves it lies from the best."""
+    """An accuracy that falls with the distance of a rate from the best, in octaves."""
     return lambda rate, seed: max(0.1, 0.8 - abs(math.log2(rate / at)) / width * 0.05)
 
 
@@ -33,19 +33,19 @@ def test_the_grid_goes_from_0_005_up_to_0_8_by_factors_of_2():
     assert all(b == 2 * a for a, b in pairwise(GRID))
 
 
-def test_the_best_inside_the_grid_is_found_and_nothing_beyond_it_is_tried():
-    arm, asked = swept(peak(0.08))
+def test_a_best_rate_inside_the_grid_is_found_without_widening_it():
+    arm, tried = swept(peak(0.08))
     assert arm.best == pytest.approx(0.08)
-    assert {rate for rate, _ in asked} == set(GRID)
+    assert {rate for rate, _ in tried} == set(GRID)
 
 
 @pytest.mark.parametrize("octaves", [-3, -1, 1, 3])
-def test_where_the_best_lies_beyond_an_edge_the_grid_is_widened(octaves):
+def test_a_best_rate_beyond_an_edge_widens_the_grid(octaves):
     best = (GRID[0] if octaves < 0 else GRID[-1]) * 2.0**octaves
-    arm, asked = swept(peak(best))
+    arm, tried = swept(peak(best))
     assert arm.best == pytest.approx(best)
     beyond = best / 2 if octaves < 0 else best * 2
-    assert any(rate == pytest.approx(beyond) for rate, _ in asked)  # and so the best is inside
+    assert any(rate == pytest.approx(beyond) for rate, _ in tried)  # so the best lies inside
 
 
 def test_a_short_grid_widens_as_well():
@@ -53,16 +53,16 @@ def test_a_short_grid_widens_as_well():
     assert arm.best == pytest.approx(0.04)
 
 
-def test_every_rate_in_question_is_tried_with_three_seeds():
-    arm, asked = swept(peak(0.08))
-    assert len(asked) == len(set(asked))
-    for rate, values in arm.found.items():
+def test_every_rate_near_the_best_is_tried_with_three_seeds():
+    arm, tried = swept(peak(0.08))
+    assert len(tried) == len(set(tried))
+    for rate, values in arm.accuracies.items():
         far = peak(0.08)(rate, 0) < 0.7
         assert len(values) == (1 if far else len(SEEDS))
-    assert len(arm.found[arm.best]) == len(SEEDS)
+    assert len(arm.accuracies[arm.best]) == len(SEEDS)
 
 
-def test_the_mean_over_seeds_decides_not_the_luckiest():
+def test_the_mean_over_seeds_decides_not_the_best_seed():
     def accuracy(rate, seed):
         if rate == 0.02:
             return 0.80
@@ -85,43 +85,43 @@ def test_a_run_that_fails_ends_the_sweep():
 
 @pytest.fixture
 def quick_sweep(monkeypatch):
-    """Instead of runs: all methods like 0.04 at 8 workers, and less as they grow."""
+    """Replaces the runs: the best rate is 0.04 at 8 workers, and falls with their number."""
 
-    def outcomes(trials, *, folder, processes, on_done):
-        told = []
+    def run_trials(trials, *, folder, processes, on_done):
+        outcomes = []
         for trial in trials:
             best = 0.04 * 8 / trial.workers
             accuracy = peak(best)(trial.arguments["lr"], trial.seed)
-            told.append(Outcome(result=type("Result", (), {"accuracy": accuracy})()))
-        return told
+            outcomes.append(Outcome(result=type("Result", (), {"accuracy": accuracy})()))
+        return outcomes
 
-    monkeypatch.setattr("paceline.lab.sweep.run_trials", outcomes)
+    monkeypatch.setattr("paceline.lab.sweep.run_trials", run_trials)
 
 
 def test_the_file_has_a_rate_for_8_workers_and_a_second_column(quick_sweep, tmp_path):
     path = tmp_path / "rates.json"
     make_rates(["bundled"], path=path, folder=tmp_path, data=None, say=lambda text: None)
-    rates = Rates.read(path)
+    rates = LearningRates.read(path)
     assert rates.held("bundled", "gossip") == pytest.approx(0.04)
     assert rates.own("bundled", "gossip", 32) == pytest.approx(0.01)
     assert rates.own("bundled", "gossip", 8) == rates.held("bundled", "gossip")
     assert rates.own("bundled", "sasgd", 1) == rates.own("bundled", "eamsgd", 1)  # plain SGD
     before = path.read_bytes()
     make_rates(["cifar10"], path=path, folder=tmp_path, data=tmp_path, say=lambda text: None)
-    assert Rates.read(path).held("bundled", "gossip") == pytest.approx(0.04)
-    assert Rates.read(path).own("cifar10", "sasgd-momentum", 16) == pytest.approx(0.02)
-    assert "sasgd-momentum" not in Rates.read(path).record["held"]["bundled"]
-    assert path.read_bytes() != before and Rates.read(path).sha256 != rates.sha256
+    assert LearningRates.read(path).held("bundled", "gossip") == pytest.approx(0.04)
+    assert LearningRates.read(path).own("cifar10", "sasgd-momentum", 16) == pytest.approx(0.02)
+    assert "sasgd-momentum" not in LearningRates.read(path).record["held"]["bundled"]
+    assert path.read_bytes() != before and LearningRates.read(path).sha256 != rates.sha256
 
 
-def test_the_command_makes_the_file_and_says_its_hash(quick_sweep, paceline, tmp_path):
-    told = json.loads(paceline("papers", "--sweep", "--rates", "r.json", "--json").out)
-    assert told["rates"] == "r.json"
-    assert told["rates_sha256"] == Rates.read(tmp_path / "r.json").sha256
+def test_the_command_writes_the_file_and_prints_its_hash(quick_sweep, paceline, tmp_path):
+    printed = json.loads(paceline("papers", "--sweep", "--rates", "r.json", "--json").out)
+    assert printed["rates"] == "r.json"
+    assert printed["rates_sha256"] == LearningRates.read(tmp_path / "r.json").sha256
 
 
-def test_the_recorded_file_has_every_rate_that_claims_ask_for():
-    rates = Rates.read(RATES)
+def test_the_recorded_file_has_every_rate_that_the_claims_need():
+    rates = LearningRates.read(RATES)
     assert rates.record["sweep"]["seeds"] == list(SEEDS)
     for name in names_for("bundled"):
         if name != "sgd":
@@ -130,23 +130,25 @@ def test_the_recorded_file_has_every_rate_that_claims_ask_for():
             assert rates.own("bundled", name, workers) > 0
 
 
-def test_the_recorded_rates_are_the_best_of_what_was_tried_and_not_at_an_edge():
+def test_the_recorded_rates_are_the_best_tried_and_not_at_an_edge():
     record = json.loads(RATES.read_text())
     for name, best in record["held"]["bundled"].items():
         table = record["accuracy"]["bundled"][name]
         arm = Arm(name, lambda rate, seed: None)
-        arm.found = {float(rate): values for rate, values in table.items()}
+        arm.accuracies = {float(rate): values for rate, values in table.items()}
         assert arm.best == best
-        assert min(arm.found) < best < max(arm.found)
+        assert min(arm.accuracies) < best < max(arm.accuracies)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"held": {}}'])
-def test_what_is_no_file_of_rates_is_refused(content, tmp_path):
+def test_a_file_that_is_not_a_file_of_rates_is_refused(content, tmp_path):
     (tmp_path / "rates.json").write_text(content)
     with pytest.raises(UsageError, match="must be a file made by papers --sweep"):
-        Rates.read(tmp_path / "rates.json")
+        LearningRates.read(tmp_path / "rates.json")
 
 
-def test_a_rate_that_is_not_there_is_refused_by_name():
+def test_the_error_for_a_missing_rate_names_it():
     with pytest.raises(UsageError, match="none for held, cifar10, gossip"):
-        Rates({"held": {"bundled": {"gossip": 0.1}}, "own": {}}, "").held("cifar10", "gossip")
+        LearningRates({"held": {"bundled": {"gossip": 0.1}}, "own": {}}, "").held(
+            "cifar10", "gossip"
+        )

@@ -1,4 +1,4 @@
-"""What the claims are tried on: data sets from a folder, and the functions that train on them."""
+"""The tasks of the claims: data sets from a folder, and the functions that train on them."""
 
 import zlib
 
@@ -8,7 +8,7 @@ import torch
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.lab.papers.curves import height, last, lead_in_time, times_sooner
+from paceline.lab.papers.curves import final_accuracy, mean_accuracy, mean_lead, speedup
 from paceline.lab.papers.tasks import FULL, SETTINGS, check_data, load, make_network, words_of
 from paceline.lab.papers.training import descend, tick, trail, train
 from paceline.record.result import Result
@@ -18,7 +18,7 @@ CIFAR = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a little of each data set, in its own format."""
+    """A folder with a few samples of each data set, in its own format."""
     root = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     (root / "cifar-10-batches-bin").mkdir()
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_a_folder_with_all_of_them_is_taken(folder):
+def test_a_folder_with_all_data_sets_is_accepted(folder):
     check_data(folder)
 
 
@@ -71,7 +71,7 @@ def test_cifars_records_are_a_label_and_three_planes(folder):
     assert samples.x_train[0, 0, 0, 0].item() == pytest.approx(red, abs=1e-5)
 
 
-def test_words_become_numbers_that_do_not_hang_on_the_process():
+def test_words_have_the_same_numbers_in_every_process():
     assert words_of("Top UP, failed!")[:4] == [*words_of("top up failed")[:3], 0]
     assert len(words_of("word " * 99)) == 32 and 0 not in words_of("word " * 99)
     assert words_of("card")[0] == 1 + zlib.crc32(b"card") % 4095
@@ -82,11 +82,11 @@ def test_labels_of_train_and_test_are_the_same_numbers(folder):
     assert samples.y_train.tolist() == samples.y_test.tolist() == [0, 1] * 4
 
 
-@pytest.mark.parametrize("lost", ["cifar-10-batches-bin", "banking77/test.csv"])
-def test_a_folder_that_lacks_one_is_refused(folder, lost, tmp_path):
+@pytest.mark.parametrize("missing", ["cifar-10-batches-bin", "banking77/test.csv"])
+def test_a_folder_that_lacks_a_data_set_is_refused(folder, missing, tmp_path):
     for entry in folder.rglob("*"):
         target = tmp_path / entry.relative_to(folder)
-        if entry.is_file() and not str(entry.relative_to(folder)).startswith(lost):
+        if entry.is_file() and not str(entry.relative_to(folder)).startswith(missing):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(entry.read_bytes())
     with pytest.raises(UsageError, match="must hold"):
@@ -104,17 +104,17 @@ def test_a_run_on_a_whole_data_set(folder, task):
 # Training functions ------------------------------------------------------------------------------
 
 
-def test_a_run_is_looked_at_twice_an_epoch_at_equal_samples():
+def test_a_run_is_evaluated_twice_an_epoch_at_equal_samples():
     arguments = {"task": "bundled", "epochs": 1, "lr": 0.05, "batch_size": 100}
-    looked = {}
+    evaluated = {}
     for strategy in ("allreduce", "downpour"):
         run = pl.simulate(train, workers=2, strategy=strategy, cluster="ideal", arguments=arguments)
-        looked[strategy] = [round(record["progress"], 2) for record in run.metrics]
-    assert looked["allreduce"] == [0.5, 1.0]
-    assert looked["downpour"] == pytest.approx([0.5, 1.0], abs=0.05)
+        evaluated[strategy] = [round(record["progress"], 2) for record in run.metrics]
+    assert evaluated["allreduce"] == [0.5, 1.0]
+    assert evaluated["downpour"] == pytest.approx([0.5, 1.0], abs=0.05)
 
 
-def test_ticks_take_time_and_no_gradients():
+def test_tick_takes_virtual_time_without_gradients():
     arguments = {"steps": 3, "parameters": 10}
     run = pl.simulate(tick, workers=2, cluster="ethernet-1g", arguments=arguments)
     assert run.steps == 6 and run.virtual_seconds > 3e-3
@@ -127,8 +127,8 @@ def test_a_quadratic_without_noise_falls_as_its_formula_says():
         descend, workers=2, strategy="sasgd(interval=2)", cluster="ideal", arguments=arguments
     )
     h = torch.linspace(0.1, 1.0, 3, dtype=torch.float64)
-    wanted = [float((h * (1 - 0.5 * h) ** step).square().sum()) for step in (2, 4)]
-    assert [record["square"] for record in run.metrics] == pytest.approx(wanted)
+    expected = [float((h * (1 - 0.5 * h) ** step).square().sum()) for step in (2, 4)]
+    assert [record["square"] for record in run.metrics] == pytest.approx(expected)
 
 
 def test_a_trail_differs_where_the_method_differs():
@@ -142,7 +142,7 @@ def test_a_trail_differs_where_the_method_differs():
         ).metrics
         for strategy in ("allreduce", "layered(group_size=1)", "sasgd(interval=2)")
     }
-    views = {name: [record["view_0"] for record in told] for name, told in trails.items()}
+    views = {name: [record["view_0"] for record in trail] for name, trail in trails.items()}
     assert views["layered(group_size=1)"] == pytest.approx(views["allreduce"], rel=1e-12)
     assert views["sasgd(interval=2)"] != pytest.approx(views["allreduce"], rel=1e-6)
 
@@ -151,13 +151,13 @@ def test_a_trail_differs_where_the_method_differs():
 
 
 def run_of(points, first_step_s=0.0):
-    nothing = dict.fromkeys(Result.__dataclass_fields__)
+    empty = dict.fromkeys(Result.__dataclass_fields__)
     records = [{"t": t, "progress": p, "accuracy": a} for t, p, a in points]
-    return Result(**{**nothing, "metrics": records, "first_step_s": first_step_s})
+    return Result(**{**empty, "metrics": records, "first_step_s": first_step_s})
 
 
 def line(steepness, seconds, noise=0.0):
-    """A run whose accuracy rises evenly, every second record by so much too high."""
+    """A run whose accuracy rises evenly; every second record is too high by ``noise``."""
     shares = np.linspace(0.1, 1.0, 10)
     points = [
         (1.0 + seconds * share, share, steepness * share + noise * (number % 2))
@@ -166,25 +166,25 @@ def line(steepness, seconds, noise=0.0):
     return run_of(points, first_step_s=1.0)
 
 
-def test_two_runs_are_compared_at_what_both_reach():
-    assert times_sooner(line(0.8, 2.0), line(0.8, 6.0)) == pytest.approx(3.0)
-    assert times_sooner(line(0.8, 6.0), line(0.8, 2.0)) == pytest.approx(1 / 3)
-    assert times_sooner(line(0.8, 2.0), line(0.4, 2.0)) == pytest.approx(2.0)
+def test_speedup_compares_the_times_to_an_accuracy_that_both_reach():
+    assert speedup(line(0.8, 2.0), line(0.8, 6.0)) == pytest.approx(3.0)
+    assert speedup(line(0.8, 6.0), line(0.8, 2.0)) == pytest.approx(1 / 3)
+    assert speedup(line(0.8, 2.0), line(0.4, 2.0)) == pytest.approx(2.0)
 
 
-def test_a_noisy_curve_is_not_sooner_for_its_peaks():
-    assert times_sooner(line(0.8, 2.0, noise=0.1), line(0.8, 2.0)) < 1.2
-    assert last(line(0.8, 2.0, noise=0.1)) == pytest.approx(0.9)
+def test_speedup_does_not_reward_the_peaks_of_a_noisy_curve():
+    assert speedup(line(0.8, 2.0, noise=0.1), line(0.8, 2.0)) < 1.2
+    assert final_accuracy(line(0.8, 2.0, noise=0.1)) == pytest.approx(0.9)
 
 
-def test_who_is_ahead_over_the_time_that_both_have():
-    assert lead_in_time(line(0.8, 2.0), line(0.8, 2.0)) == 0
-    ahead = lead_in_time(line(0.8, 2.0), line(0.8, 4.0))
-    assert ahead == pytest.approx(-lead_in_time(line(0.8, 4.0), line(0.8, 2.0)))
+def test_the_mean_lead_covers_the_time_of_both_runs():
+    assert mean_lead(line(0.8, 2.0), line(0.8, 2.0)) == 0
+    ahead = mean_lead(line(0.8, 2.0), line(0.8, 4.0))
+    assert ahead == pytest.approx(-mean_lead(line(0.8, 4.0), line(0.8, 2.0)))
     assert ahead == pytest.approx(0.5 * 0.72 * 0.5625, rel=0.01)  # half of 0.72, at 0.5625 of it
 
 
-def test_the_height_of_a_curve_does_not_hang_on_how_often_it_was_looked_at():
+def test_the_mean_accuracy_does_not_depend_on_the_number_of_records():
     coarse = run_of([(1, 0.125, 0.1), (2, 1.0, 0.8)])
     fine = run_of([(1, p, 0.8 * p) for p in np.linspace(0.125, 1, 50)])
-    assert height(coarse) == pytest.approx(height(fine), abs=1e-9)
+    assert mean_accuracy(coarse) == pytest.approx(mean_accuracy(fine), abs=1e-9)

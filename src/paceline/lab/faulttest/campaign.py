@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.common.reading import read_text
 from paceline.lab.faulttest.schedule import Schedule, draw
-from paceline.lab.pool import answers, cores, serve
+from paceline.lab.pool import cores, run_jobs, serve_jobs
 
 CHUNK = 10
 """How many seeds a process is given at a time."""
@@ -65,7 +65,7 @@ def campaign(methods: Sequence[str], seeds: range, processes: int | None = None)
         for first in range(seeds.start, seeds.stop, CHUNK)
         for method in methods
     ]
-    for job, result in answers(
+    for job, result in run_jobs(
         jobs, "paceline.lab.faulttest.campaign", try_seeds, processes or cores()
     ):
         method, _, count = json.loads(job)
@@ -121,4 +121,4 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(try_seeds)
+    serve_jobs(try_seeds)

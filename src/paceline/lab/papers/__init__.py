@@ -1,4 +1,4 @@
-"""The claims of the papers as experiments: ``paceline papers`` runs them and says what holds."""
+"""The claims of the papers as experiments: ``paceline papers`` runs and judges them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CLAIMS = {
     "gossip-faults": "paceline.lab.papers.gossip:Faults",
     "ps-contention": "paceline.lab.papers.server:Contention",
 }
-"""Name to class. A new claim is a class in the file of its paper, and one line here."""
+"""The class of each claim. To add one, write a class in its paper's file and add a line here."""
 
 
 def find_claim(name: str) -> Claim:
-    """The claim of a name."""
+    """The claim with this name."""
     if name not in CLAIMS:
         raise unknown("claim", name, CLAIMS)
     module, _, attribute = CLAIMS[name].partition(":")

@@ -1,4 +1,4 @@
-"""What a claim is: its words, the runs that put it to the test, and how they are judged."""
+"""What a claim consists of: its description, the runs that test it, and how they are judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from paceline.common.seeds import MAX_SEED
 from paceline.errors import PacelineError
-from paceline.lab.papers.rates import Rates, local_momentum, method, momentum
+from paceline.lab.papers.rates import LearningRates, local_momentum, method, momentum
 from paceline.lab.papers.tasks import FULL, QUICK, SETTINGS
 from paceline.lab.papers.verdict import FAILS, Figure, combine
 from paceline.lab.sweep import SEEDS
@@ -21,42 +21,43 @@ from paceline.sim.cluster import Cluster, load_cluster
 
 TRAIN = {"module": "paceline.lab.papers.training", "name": "train"}
 MANY = 32
-"""Beyond so many workers each takes half the batch, so that an epoch has steps enough."""
+"""With more workers each takes half the batch, so that an epoch has enough steps."""
 LEAST_STEPS = 100
-"""With fewer steps a worker no method's accuracy is said to be above another's."""
+"""With fewer steps per worker the accuracies of two methods are not compared."""
 MOST_OFF = 2.0
-"""How far a held rate may lie from the one swept at a number of workers: a step of the grid."""
+"""A held rate may differ by this factor from the one swept at that number of workers."""
 NEEDS = f"""
     At least {LEAST_STEPS} steps a worker; rates within a factor of {MOST_OFF:g} of those swept at
     that number of workers; the same momentum on both sides. A figure without all three is too
     small to tell.
 """
 Key = tuple[Any, ...]
-"""What a run is called in its claim: whatever tells it from the others, and last its seed."""
+"""Identifies a run within its claim; the last item is the seed."""
 Trials = dict[Key, Trial]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """How much is run: quick or full, from which seed, with which rates.
+    """The extent of an experiment: quick or full, its seed and its learning rates.
 
     Args:
-        seed: of the whole experiment; each makes seeds of its own.
-        full: whether on whole data sets, from the folder ``data``, and with more seeds.
+        rates: the learning rate of each method.
+        seed: the seed of the experiment; the seeds of the runs derive from it.
+        full: whether to train on the whole data sets in the folder ``data``, with more seeds.
     """
 
-    rates: Rates
+    rates: LearningRates
     seed: int = 0
     full: bool = False
     data: Path | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What is trained."""
+        """The tasks to train."""
         return FULL if self.full else QUICK
 
     def seeds(self, quick: int) -> list[int]:
-        """The seeds of a claim's runs, none of which the sweep has used; more in the full form."""
+        """The seeds of a claim's runs: none of the sweep's; twice as many in the full form."""
         first = self.seed * 100 % (MAX_SEED - 10_000)
         fresh = (seed for seed in count(first) if seed not in SEEDS)
         return list(islice(fresh, 2 * quick if self.full else quick))
@@ -73,7 +74,7 @@ class Scope:
         factor: float = 1.0,
         **more: Any,
     ) -> Trial:
-        """A run of one of the methods on a task, at ``factor`` times its recorded rate."""
+        """A run of the method ``name`` on a task, at ``factor`` times its recorded rate."""
         held = column == "held"
         rates = self.rates
         lr = rates.held(task, name) if held else rates.own(task, name, workers)
@@ -83,13 +84,13 @@ class Scope:
         }
         if workers == 1:
             name = "sgd"
-        decided: dict[str, Any] = {
+        options: dict[str, Any] = {
             "train": TRAIN,
             "strategy": method(name),
             "arguments": {**arguments, "lr": lr * factor},
         }
         return Trial(
-            workers=workers, cluster=load_cluster(cluster), seed=seed, **{**decided, **more}
+            workers=workers, cluster=load_cluster(cluster), seed=seed, **{**options, **more}
         )
 
     def too_small(
@@ -111,13 +112,13 @@ class Scope:
                 )
         momenta = {name: momentum(name) for name in names}
         if len(set(momenta.values())) > 1:
-            told = " and ".join(f"{value:g} in {name}" for name, value in momenta.items())
-            why.append(f"momentum is {told}, where both need the same (--full has it)")
+            values = " and ".join(f"{value:g} in {name}" for name, value in momenta.items())
+            why.append(f"momentum is {values}, where both need the same (--full has it)")
         return "; ".join(why) or None
 
 
 def task_arguments(task: str, workers: int, data: Path | None) -> dict[str, Any]:
-    """What the training function is told of a task, less its learning rate."""
+    """The arguments of the training function for a task, without the learning rate."""
     setting = SETTINGS[task]
     batch_size = setting.batch_size if workers <= MANY else setting.batch_size // 2
     arguments: dict[str, Any] = {
@@ -135,7 +136,7 @@ class Runs:
         self._outcomes = outcomes
 
     def outcomes(self, *key: Any) -> list[Outcome]:
-        """Those of all seeds under a key."""
+        """The outcomes of all seeds under a key."""
         return [outcome for name, outcome in self._outcomes.items() if name[:-1] == key]
 
     def of(self, *key: Any) -> list[Result]:
@@ -143,7 +144,7 @@ class Runs:
         return [_result(outcome, key) for outcome in self.outcomes(*key)]
 
     def map(self, figure: Callable[[Result], float], *key: Any) -> list[float]:
-        """A number of each result."""
+        """``figure`` of each result under a key."""
         return [figure(result) for result in self.of(*key)]
 
     def pairs(self, one: Key, other: Key) -> Iterator[tuple[Result, Result]]:
@@ -158,17 +159,17 @@ def _result(outcome: Outcome, key: Key) -> Result:
 
 
 class Claim(ABC):
-    """One claim of a paper, and the experiment that puts it to the test.
+    """One claim of a paper, and the experiment that tests it.
 
     Class attributes:
         id: its name.
-        paper: where it stands.
-        claim: its words.
-        source: ``abstract``, ``reported`` or ``derived``: what of it could be verified.
+        paper: the paper that makes it.
+        claim: the claim in words.
+        source: where it comes from: the ``abstract``, ``reported`` elsewhere, or ``derived``.
         setup: what is run.
-        rule: which figures make which verdict.
-        needs: what a set-up must have to decide it, where that is not always given.
-        because: why it fails here, where it does and that is understood.
+        rule: which figures lead to which verdict.
+        needs: what the set-up must have to decide it, if it may lack it.
+        because: why it fails here, if it does and the reason is known.
     """
 
     id: ClassVar[str]
@@ -180,23 +181,23 @@ class Claim(ABC):
     needs: ClassVar[str] = ""
     because: ClassVar[str] = ""
 
-    def words(self) -> dict[str, str]:
-        """What it says of itself, each in one line."""
+    def description(self) -> dict[str, str]:
+        """Its texts by name, each in one line."""
         names = ("id", "paper", "claim", "source", "setup", "rule", "needs")
         return {name: " ".join(getattr(self, name).split()) for name in names}
 
     @abstractmethod
     def trials(self, scope: Scope) -> Trials:
-        """The runs that it needs."""
+        """The runs that it needs, by key."""
 
     @abstractmethod
     def judge(self, scope: Scope, runs: Runs) -> Iterator[Figure]:
-        """The figures that they come to."""
+        """The figures that the runs yield, with their verdicts."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What came of a claim."""
+class ClaimResult:
+    """The result of testing a claim."""
 
     claim: Claim
     figures: list[Figure]
@@ -209,25 +210,25 @@ class Finding:
 
     @property
     def decides(self) -> str:
-        """Whether the set-up can decide the claim; if not, why not, and what would."""
+        """Whether the set-up can decide the claim; if not, why not, and which set-up could."""
         small = [f.too_small for f in self.figures if f.decides and f.too_small]
         count = sum(f.decides for f in self.figures)
-        why = "; ".join(dict.fromkeys(one for told in small for one in told.split("; ")))
+        why = "; ".join(dict.fromkeys(part for text in small for part in text.split("; ")))
         return f"no, {len(small)} of {count} figures are too small to tell: {why}" if why else "yes"
 
     @property
     def reasons(self) -> list[str]:
-        """The figures that stand against it, in words, and why, if that is known."""
-        against = [f for f in self.figures if f.decides and f.verdict == FAILS]
-        told = [f"{f.what}: {f.mean:.3g}, wanted {f.wanted}" for f in against]
-        return (
-            [*told, " ".join(self.claim.because.split())] if told and self.claim.because else told
-        )
+        """The figures that contradict it, in words; then the reason, if it is known."""
+        failing = [f for f in self.figures if f.decides and f.verdict == FAILS]
+        reasons = [f"{f.what}: {f.mean:.3g}, wanted {f.wanted}" for f in failing]
+        if reasons and self.claim.because:
+            reasons.append(" ".join(self.claim.because.split()))
+        return reasons
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The result as ``--json`` prints it."""
         return {
-            **self.claim.words(),
+            **self.claim.description(),
             "verdict": self.verdict,
             "decides": self.decides,
             "reasons": self.reasons,

@@ -1,4 +1,4 @@
-"""The clusters that claims are tried on, beside the presets."""
+"""The simulated clusters of the claims, beside the presets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from paceline.sim.cluster import Cluster, Collectives, Compute, Link, Loading, l
 from paceline.sim.models import MODELS, StandsFor
 
 BATCH_S = 1e-3 + 16 * 3e-4
-"""What a batch of 16 takes on the machines of the presets."""
+"""The time of a batch of 16 on the machines of the presets."""
 
 PARAMETERS = 10_000
-"""Of the vector that runs without gradients send; its bytes count as those of the model."""
+"""The parameters in runs without gradients; the network charges for the bytes of the real model."""
 ETHERNET = replace(
     load_cluster("ethernet-1g"),
     stands_for=StandsFor(
         model="mlp", bytes=407_080, tensors=4, sample_s=BATCH_S, source="the presets: assumed"
     ),
 )
-"""For runs without gradients: the built-in MLP, a batch of 16 to a step."""
+"""For runs without gradients: the built-in MLP, with a batch of 16 in each step."""
 
 CONTENDED = replace(
     load_cluster("ethernet-1g"),
@@ -29,7 +29,7 @@ CONTENDED = replace(
 
 
 def without_network(cluster: Cluster) -> Cluster:
-    """The same machines on links without cost."""
+    """The same machines on links that cost nothing."""
     return replace(cluster, name=f"{cluster.name}, no cost", network=Link(), inside=Link())
 
 
@@ -40,11 +40,11 @@ LOADERS = {
     "a call for each tensor, prefetching": (Collectives(algorithm="ring", calls=0), 2),
     "one fused ring, prefetching": (Collectives(algorithm="ring", calls=1), 2),
 }
-"""Collectives, and how many batches are loaded ahead; the first is what the authors' code has."""
+"""The collectives, and how many batches are loaded ahead; the first is as in the authors' code."""
 
 
 def as_resnet50(loader: str) -> Cluster:
-    """Nodes of 4 that train a model of ResNet-50's bytes; what a batch takes is assumed."""
+    """Nodes of 4 ranks that train a model of the size of ResNet-50; compute times are assumed."""
     collectives, prefetch = LOADERS[loader]
     assumed = "a batch of 64 on a GPU of 2014: assumed"
     return replace(

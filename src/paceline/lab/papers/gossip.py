@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from paceline.common.faults import Fault, kill, slow
 from paceline.lab.papers.claim import NEEDS, Claim, Runs, Scope, Trials
-from paceline.lab.papers.curves import ANSWER, REPLICA, height, last, times_sooner
+from paceline.lab.papers.curves import ANSWER, REPLICA, final_accuracy, mean_accuracy, speedup
 from paceline.lab.papers.sasgd import seconds
 from paceline.lab.papers.verdict import Figure, above, always, below, shown
 from paceline.record.result import Result
 
 PAPER = "Gossiping SGD (Jin, Yuan, Iandola, Keutzer, 2016)"
 RIVALS = ("gossip", "easgd")
-WHOSE = {"mean model": ANSWER, "single worker": REPLICA}
+METRICS = {"mean model": ANSWER, "single worker": REPLICA}
 
 
 class Small(Claim):
@@ -72,11 +72,11 @@ class Small(Claim):
             for rival in RIVALS:
                 for workers in self.counts:
                     for size in self.factors:
-                        yield from self._compared(scope, runs, (task, "held"), rival, workers, size)
-                for figure in self._compared(scope, runs, (task, "own"), rival, 32, "the rate"):
-                    yield figure.beside()
+                        yield from self._compare(scope, runs, (task, "held"), rival, workers, size)
+                for figure in self._compare(scope, runs, (task, "own"), rival, 32, "the rate"):
+                    yield figure.second_column()
 
-    def _compared(
+    def _compare(
         self, scope: Scope, runs: Runs, start: tuple[str, str], rival: str, workers: int, size: str
     ) -> Iterator[Figure]:
         pairs = list(
@@ -85,12 +85,15 @@ class Small(Claim):
         task, column = start
         results = [result for pair in pairs for result in pair]
         small = scope.too_small(task, ("allreduce", rival), workers, column, results)
-        for words, whose in WHOSE.items():
+        for words, metric in METRICS.items():
             where = f"{start[0]}: {rival}, {workers} nodes, {size}, {words}"
-            leads = [height(ours, whose) - height(theirs, whose) for ours, theirs in pairs]
-            yield above(f"{where}: lead per epoch", leads, 0.0).unless(small)
-            times = [times_sooner(ours, theirs, whose) for ours, theirs in pairs]
-            yield above(f"{where}: times sooner", times, 1.05).unless(small)
+            leads = [
+                mean_accuracy(ours, metric) - mean_accuracy(theirs, metric)
+                for ours, theirs in pairs
+            ]
+            yield above(f"{where}: lead per epoch", leads, 0.0).unless_too_small(small)
+            times = [speedup(ours, theirs, metric) for ours, theirs in pairs]
+            yield above(f"{where}: times sooner", times, 1.05).unless_too_small(small)
 
 
 class Large(Claim):
@@ -127,21 +130,28 @@ class Large(Claim):
         for task in scope.tasks:
             for column in ("held", "own"):
                 for figure in self._figures(scope, runs, task, column):
-                    yield figure if column == "held" else figure.beside()
+                    yield figure if column == "held" else figure.second_column()
 
     def _figures(self, scope: Scope, runs: Runs, task: str, column: str) -> Iterator[Figure]:
         for name in ("allreduce", *RIVALS):
-            yield shown(f"{task}: accuracy of {name}", runs.map(last, task, column, name))
+            yield shown(f"{task}: accuracy of {name}", runs.map(final_accuracy, task, column, name))
         for rival in RIVALS:
             pairs = list(runs.pairs((task, column, "allreduce"), (task, column, rival)))
             results = [result for pair in pairs for result in pair]
             small = scope.too_small(task, ("allreduce", rival), self.nodes, column, results)
-            for words, whose in WHOSE.items():
-                leads = [last(ours, whose) - last(theirs, whose) for ours, theirs in pairs]
+            for words, metric in METRICS.items():
+                leads = [
+                    final_accuracy(ours, metric) - final_accuracy(theirs, metric)
+                    for ours, theirs in pairs
+                ]
                 what = f"{task}: lead of allreduce over {rival}, {words}"
-                decides = whose == ANSWER
-                yield above(what, leads, 0.01).unless(small) if decides else shown(what, leads)
-            times = [times_sooner(ours, theirs) for ours, theirs in pairs]
+                decides = metric == ANSWER
+                yield (
+                    above(what, leads, 0.01).unless_too_small(small)
+                    if decides
+                    else shown(what, leads)
+                )
+            times = [speedup(ours, theirs) for ours, theirs in pairs]
             yield shown(f"{task}: time of {rival} over that of allreduce", times)
 
 
@@ -191,15 +201,17 @@ class Faults(Claim):
             for o in runs.outcomes("allreduce", "killed")
         ]
         yield always("allreduce, a worker killed: the run ends and names it", stopped)
-        on = [
+        survived = [
             o.result is not None and o.result.lost_workers == 1
             for o in runs.outcomes("gossip", "killed")
         ]
-        yield always("gossip, a worker killed: the run goes on to its end", on)
-        if all(on):
+        yield always("gossip, a worker killed: the run goes on to its end", survived)
+        if all(survived):
             pairs = runs.pairs(("gossip", "killed"), ("gossip", "none"))
-            lost = [last(killed) - last(whole) for killed, whole in pairs]
-            yield above("gossip, a worker killed: accuracy less that without a fault", lost, -0.05)
+            losses = [final_accuracy(killed) - final_accuracy(calm) for killed, calm in pairs]
+            yield above(
+                "gossip, a worker killed: accuracy less that without a fault", losses, -0.05
+            )
         times = {name: list(self._slowdown(runs, name)) for name in ("allreduce", "gossip")}
         yield above("allreduce, a worker 4 times slower: how much longer", times["allreduce"], 3.0)
         yield below("gossip, a worker 4 times slower: how much longer", times["gossip"], 1.5)

@@ -1,4 +1,4 @@
-"""Layered SGD (Yu, Flynn, Yoo, D'Imperio, 2019): the steps of synchronous SGD, and its scaling."""
+"""Layered SGD (Yu, Flynn, Yoo, D'Imperio, 2019): equal to synchronous SGD, and scaling better."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Equal(Claim):
 
 
 def largest_difference(one: Result, other: Result) -> float:
-    """Between two trails, over all steps and views, relative to the norm of the parameters."""
+    """The largest difference between two trails, relative to the norm of the parameters."""
     return max(
         float(abs(mine[name] - theirs[name]) / theirs["norm"])
         for mine, theirs in zip(one.metrics, other.metrics, strict=True)
@@ -75,7 +75,7 @@ def largest_difference(one: Result, other: Result) -> float:
 
 
 class Scaling(Claim):
-    """How well layered SGD scales beside conventional synchronous SGD."""
+    """How well layered SGD scales, compared with conventional synchronous SGD."""
 
     id = "layered-scaling"
     paper = PAPER
@@ -127,10 +127,13 @@ class Scaling(Claim):
     def judge(self, scope: Scope, runs: Runs) -> Iterator[Figure]:
         for loader in LOADERS:
             for workers in self._counts(scope, loader):
-                found = {name: efficiency(runs, loader, name, workers) for name in self.methods}
-                for name, values in found.items():
+                efficiencies = {
+                    name: efficiency(runs, loader, name, workers) for name in self.methods
+                }
+                for name, values in efficiencies.items():
                     yield shown(f"{loader}: efficiency of {name}, {workers} workers", values)
-                gains = [a - b for a, b in zip(found["layered"], found["allreduce"], strict=True)]
+                pairs = zip(efficiencies["layered"], efficiencies["allreduce"], strict=True)
+                gains = [layered - plain for layered, plain in pairs]
                 what = f"{loader}: efficiency gained, {workers} workers"
                 decides = loader == AUTHORS
                 yield above(what, gains, 0.01) if decides else shown(what, gains)
@@ -141,13 +144,13 @@ class Scaling(Claim):
 
 
 def efficiency(runs: Runs, loader: str, name: str, workers: int) -> list[float]:
-    """The pace of a worker over that of a single one."""
+    """The speed of a worker relative to that of a worker alone."""
     pairs = runs.pairs((loader, "allreduce", 1), (loader, name, workers))
     return [step_s(alone) / step_s(together) for alone, together in pairs]
 
 
 def step_s(result: Result) -> float:
-    """From one step of a worker to its next; mean over all of them."""
+    """The mean time from one step of a worker to its next, over all workers."""
     times: dict[int, list[float]] = {}
     for record in result.metrics:
         times.setdefault(record["rank"], []).append(record["t"])

@@ -33,7 +33,7 @@ METHODS = {
     "gossip": "gossip",
     "easgd": "easgd(interval=4)",
 }
-"""The methods of the claims; ``sgd`` is a single worker, where all are the plain optimizer."""
+"""The methods of the claims; ``sgd`` is one worker: there every method is the plain optimizer."""
 
 OWN_COUNTS = {
     "sgd": (1,),
@@ -45,15 +45,15 @@ OWN_COUNTS = {
     "gossip": (32, 100),
     "easgd": (32, 100),
 }
-"""At which numbers of workers, beside 8, the second column is swept."""
+"""The numbers of workers, beside 8, at which the rates of the second column are swept."""
 
 
 LOCAL_MOMENTUM = {"sasgd-momentum": 0.9}
-"""The momentum of the workers' own SGD, plain in all other methods. The full form alone has it."""
+"""The momentum of the workers' SGD; all other methods use plain SGD. Only in the full form."""
 
 
 def method(name: str) -> Strategy:
-    """A method of the claims."""
+    """The strategy of a method of the claims."""
     return make_strategy(METHODS[name])
 
 
@@ -63,9 +63,9 @@ def names_for(task: str) -> list[str]:
 
 
 def local_momentum(name: str, workers: int) -> dict[str, float]:
-    """What the training function is told of momentum: nothing for plain SGD, as one worker is."""
-    told = name in LOCAL_MOMENTUM and workers > 1
-    return {"momentum": LOCAL_MOMENTUM[name]} if told else {}
+    """The training function's argument for momentum; empty for plain SGD and for one worker."""
+    has_momentum = name in LOCAL_MOMENTUM and workers > 1
+    return {"momentum": LOCAL_MOMENTUM[name]} if has_momentum else {}
 
 
 def momentum(name: str) -> float:
@@ -76,20 +76,20 @@ def momentum(name: str) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
+class LearningRates:
     """The recorded learning rates.
 
     Args:
         record: the file's content.
-        sha256: of the file, which every verdict carries.
+        sha256: the hash of the file; every verdict carries it.
     """
 
     record: dict[str, Any]
     sha256: str
 
     @classmethod
-    def read(cls, path: Path) -> Rates:
-        """Read the file that a sweep has made."""
+    def read(cls, path: Path) -> LearningRates:
+        """Read a file made by a sweep."""
         try:
             content = read_bytes(path)
             record = json.loads(content)
@@ -102,21 +102,20 @@ class Rates:
         return cls(record, hashlib.sha256(content).hexdigest())
 
     def held(self, task: str, name: str) -> float:
-        """The rate chosen at 8 workers, for every number of them."""
-        return self._found("held", task, name)
+        """The rate chosen at 8 workers, used for any number of workers."""
+        return self._look_up("held", task, name)
 
     def own(self, task: str, name: str, workers: int) -> float:
-        """The rate chosen at this very number of workers."""
+        """The rate chosen at exactly this number of workers."""
         if workers == HELD_AT:
             return self.held(task, name)
-        alone = workers == 1
-        return self._found("own", task, "sgd" if alone else name, str(workers))
+        return self._look_up("own", task, "sgd" if workers == 1 else name, str(workers))
 
-    def _found(self, *keys: str) -> float:
+    def _look_up(self, *keys: str) -> float:
         value: Any = self.record
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, (int, float)):
-            place = ", ".join(keys)
-            raise UsageError(f"the file of rates has none for {place}: make it by papers --sweep")
+            entry = ", ".join(keys)
+            raise UsageError(f"the file of rates has none for {entry}: make it by papers --sweep")
         return float(value)

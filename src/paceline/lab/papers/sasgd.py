@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.lab.papers.claim import NEEDS, Claim, Runs, Scope, Trials
 from paceline.lab.papers.clusters import ETHERNET, PARAMETERS, without_network
-from paceline.lab.papers.curves import height
+from paceline.lab.papers.curves import mean_accuracy
 from paceline.lab.papers.verdict import Figure, above, below, shown
 from paceline.lab.trials import Trial
 from paceline.record.result import Result
@@ -20,7 +20,7 @@ PAPER = "SASGD (Cong, Bhardwaj, Feng, ICPP 2017)"
 
 
 class Convergence(Claim):
-    """The accuracy of SASGD per epoch, beside Downpour and EAMSGD."""
+    """The accuracy of SASGD per epoch, compared with Downpour and EAMSGD."""
 
     id = "sasgd-convergence"
     paper = PAPER
@@ -59,13 +59,13 @@ class Convergence(Claim):
         for task in scope.tasks:
             for name in self._names(scope):
                 for workers in self._counts(scope, "held"):
-                    heights = runs.map(height, task, "held", name, workers)
+                    heights = runs.map(mean_accuracy, task, "held", name, workers)
                     yield shown(
                         f"{task}: accuracy per epoch of {name}, {workers} learners", heights
                     )
             for rival in self.rivals:
                 yield from self._gaps(scope, runs, task, "held", rival)
-                yield from (f.beside() for f in self._gaps(scope, runs, task, "own", rival))
+                yield from (f.second_column() for f in self._gaps(scope, runs, task, "own", rival))
 
     def _gaps(
         self, scope: Scope, runs: Runs, task: str, column: str, rival: str
@@ -79,10 +79,10 @@ class Convergence(Claim):
             if workers in (4, 16):
                 results = [result for pair in pairs for result in pair]
                 small = scope.too_small(task, names, workers, column, results)
-            gaps[workers] = [height(one) - height(other) for one, other in pairs]
+            gaps[workers] = [mean_accuracy(one) - mean_accuracy(other) for one, other in pairs]
             what = f"{task}: SASGD's lead over {rival}, {workers} learners"
             yield (
-                above(what, gaps[workers], 0.01).unless(small)
+                above(what, gaps[workers], 0.01).unless_too_small(small)
                 if workers in (4, 16)
                 else shown(what, gaps[workers])
             )
@@ -91,7 +91,7 @@ class Convergence(Claim):
             float(np.polyfit(doublings, seed, 1)[0]) for seed in zip(*gaps.values(), strict=True)
         ]
         what = f"{task}: growth of the lead over {rival} by doubling"
-        yield above(what, slopes, 0.0025).unless(small)  # what 16 learners can decide
+        yield above(what, slopes, 0.0025).unless_too_small(small)  # by the largest count
 
     def _names(self, scope: Scope) -> tuple[str, ...]:
         return ("sasgd", *(("sasgd-momentum",) if scope.full else ()), *self.rivals)
@@ -110,7 +110,7 @@ TICK = {"module": "paceline.lab.papers.training", "name": "tick"}
 
 
 class Communication(Claim):
-    """What SASGD's reductions cost beside a parameter server."""
+    """The cost of SASGD's reductions, compared with a parameter server."""
 
     id = "sasgd-communication"
     paper = PAPER
@@ -135,19 +135,19 @@ class Communication(Claim):
 
     def trials(self, scope: Scope) -> Trials:
         free = without_network(ETHERNET)
-        wanted = [
-            (place, name, t) for place in (ETHERNET, free) for name in METHODS for t in (1, 4)
+        compared = [
+            (cluster, name, t) for cluster in (ETHERNET, free) for name in METHODS for t in (1, 4)
         ]
         return {
-            (place.name, name, interval, workers, seed): Trial(
+            (cluster.name, name, interval, workers, seed): Trial(
                 train=TICK,
                 strategy=make_strategy(METHODS[name].format(interval)),
                 workers=workers,
-                cluster=place,
+                cluster=cluster,
                 seed=seed,
                 arguments={"steps": self.steps, "parameters": PARAMETERS},
             )
-            for place, name, interval in [*wanted, (ETHERNET, "sasgd", 16)]
+            for cluster, name, interval in [*compared, (ETHERNET, "sasgd", 16)]
             for workers in self.counts
             for seed in scope.seeds(3)
         }
@@ -179,8 +179,8 @@ class Communication(Claim):
 
 
 def _epoch(runs: Runs, name: str, interval: int, workers: int, free: bool = False) -> list[float]:
-    place = (without_network(ETHERNET) if free else ETHERNET).name
-    return runs.map(seconds, place, name, interval, workers)
+    cluster = (without_network(ETHERNET) if free else ETHERNET).name
+    return runs.map(seconds, cluster, name, interval, workers)
 
 
 def _communication(runs: Runs, name: str, interval: int, workers: int) -> list[float]:
@@ -190,14 +190,14 @@ def _communication(runs: Runs, name: str, interval: int, workers: int) -> list[f
 
 
 def seconds(result: Result) -> float:
-    """From the first step to the end, in virtual time."""
+    """The virtual time from the first step to the end."""
     assert result.virtual_seconds is not None
     return result.virtual_seconds - result.first_step_s
 
 
 DESCEND = {"module": "paceline.lab.papers.training", "name": "descend"}
 STEADY = math.sqrt(3) - 1
-"""The largest L * gamma * T that the condition allows when models are averaged: y + y*y/2 <= 1."""
+"""The largest y = L * gamma * T that the condition y + y*y/2 <= 1 allows (models averaged)."""
 
 
 class Rate(Claim):
@@ -265,14 +265,14 @@ class Rate(Claim):
                 )
 
     def bound(self, interval: int, rounds: int) -> float:
-        """What the squared gradient is at most, after so many rounds."""
+        """The upper bound of the squared gradient after this many rounds."""
         gamma, p = STEADY / interval, self.workers
         start = float(np.linspace(0.1, 1.0, self.dimensions).sum()) / 2
         first = 2 * start / (gamma * interval * rounds)
         return first + gamma / p * self.noise + gamma**2 * interval * self.noise / 2
 
     def _samples(self, result: Result) -> float:
-        """The batches of all learners until the squared gradient is at 5 % of the first, or all."""
+        """The batches of all learners until the squared gradient falls to 5 % of the first."""
         target = 0.05 * float((np.linspace(0.1, 1.0, self.dimensions) ** 2).sum())
         reached = [m["steps"] for m in result.metrics if m["square"] <= target]
         return float(min(reached, default=self.steps) * self.workers)

@@ -1,4 +1,4 @@
-"""Parameter servers: the stable learning rate of Downpour, and the limit that one link sets."""
+"""Parameter servers: Downpour's largest stable learning rate, and the limit of one link."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ class StableRate(Claim):
             yield below(f"{task}: exponent of the stable rate in the learners", slopes, -0.25)
 
     def _stable(self, scope: Scope, runs: Runs, task: str, workers: int) -> list[float]:
-        """Of each seed; half the smallest rate where none is stable."""
-        found = [GRID[0] / 2] * len(scope.seeds(3))
-        open_ = [True] * len(found)
+        """The largest stable rate of each seed; half the smallest rate if none is stable."""
+        largest = [GRID[0] / 2] * len(scope.seeds(3))
+        stable = [True] * len(largest)
         guess = math.log(77 if task == "banking77" else 10)
         for lr in GRID:
-            for place, result in enumerate(runs.of(task, workers, lr)):
-                open_[place] = open_[place] and (result.loss or math.inf) < 0.9 * guess
-                if open_[place]:
-                    found[place] = lr
-        return found
+            for index, result in enumerate(runs.of(task, workers, lr)):
+                stable[index] = stable[index] and (result.loss or math.inf) < 0.9 * guess
+                if stable[index]:
+                    largest[index] = lr
+        return largest
 
 
 class Contention(Claim):
-    """How far one server's link lets workers grow."""
+    """How many workers the link of one server can serve."""
 
     id = "ps-contention"
     paper = "Gossiping SGD (Jin, Yuan, Iandola, Keutzer, 2016)"
@@ -138,13 +138,13 @@ class Contention(Claim):
         ]
         yield below("growth of one server's throughput from 8 to 32 workers", growth, 1.5)
         for name in ("4 shards", "gossip"):
-            lifted = [b / a for a, b in zip(speed["one server", 32], speed[name, 32], strict=True)]
-            yield above(f"throughput of {name} over one server, 32 workers", lifted, 1.5)
+            ratios = [b / a for a, b in zip(speed["one server", 32], speed[name, 32], strict=True)]
+            yield above(f"throughput of {name} over one server, 32 workers", ratios, 1.5)
 
     def _counts(self, scope: Scope) -> tuple[int, ...]:
         return (2, 4, 8, 16, 32) if scope.full else (2, 8, 32)
 
 
 def throughput(result: Result) -> float:
-    """Steps of all workers in a second."""
+    """The steps of all workers per second."""
     return result.steps / seconds(result)

@@ -1,4 +1,4 @@
-"""The sweep of the claims' learning rates: at 8 workers, and a second column at other counts."""
+"""Sweep the learning rates of the claims: at 8 workers, and at other counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.lab.papers.rates import (
     HELD_AT,
     METHODS,
     OWN_COUNTS,
-    Rates,
+    LearningRates,
     local_momentum,
     method,
     names_for,
@@ -34,33 +34,38 @@ def make_rates(
     processes: int | None = None,
     say: Callable[[str], None],
 ) -> None:
-    """Sweep the rates of ``tasks`` and write them to ``path``, beside those of others.
+    """Sweep the rates of ``tasks`` and add them to the file ``path``.
 
     Args:
-        folder: keeps the runs, so that a sweep that was interrupted goes on.
+        tasks: the tasks to sweep.
+        path: the file of learning rates; the rates of other tasks in it are kept.
+        folder: caches the runs, so that an interrupted sweep can continue.
+        data: the folder of the whole data sets.
+        processes: how many runs at a time; by default one per core.
+        say: called with a line of text for each finished run.
     """
     for task in tasks:
         held = {name: arm(task, name, HELD_AT, data) for name in names_for(task) if name != "sgd"}
         sweep(list(held.values()), folder=folder, processes=processes, say=say)
         own = {
-            (name, workers): arm(task, name, workers, data, around(held, name))
+            (name, workers): arm(task, name, workers, data, rates_around(held, name))
             for name, counts in OWN_COUNTS.items()
             if name in names_for(task)
             for workers in counts
         }
         sweep(list(own.values()), folder=folder, processes=processes, say=say)
-        write(path, task, held, own)
+        write_rates(path, task, held, own)
 
 
 def arm(task: str, name: str, workers: int, data: Path | None, grid: Sequence[float] = GRID) -> Arm:
-    """One method at one number of workers."""
+    """The sweep of one method at one number of workers."""
 
     def trial(rate: float, seed: int) -> Trial:
         return Trial(
             train=TRAIN,
             strategy=method(name),
             workers=workers,
-            cluster=place_of(name),
+            cluster=cluster_for(name),
             seed=seed,
             arguments={
                 **task_arguments(task, workers, data),
@@ -72,20 +77,24 @@ def arm(task: str, name: str, workers: int, data: Path | None, grid: Sequence[fl
     return Arm(f"{task}, {name}, {workers} workers", trial, grid)
 
 
-def place_of(name: str) -> Cluster:
-    """Where a method is swept: where its claims are tried."""
+def cluster_for(name: str) -> Cluster:
+    """The cluster on which a method's claims are tested, and its rates swept."""
     return CONTENDED if name.startswith("cyclic") else load_cluster("ethernet-1g")
 
 
-def around(held: dict[str, Arm], name: str) -> tuple[float, float, float]:
-    """The second column starts at the rate of the first, and the next ones on both sides."""
+def rates_around(held: dict[str, Arm], name: str) -> tuple[float, float, float]:
+    """The first rates to try at another count: the best at 8 workers, half and twice that."""
     best = held["allreduce" if name == "sgd" else name].best
     return best / 2, best, best * 2
 
 
-def write(path: Path, task: str, held: dict[str, Arm], own: dict[tuple[str, int], Arm]) -> None:
-    """Write down what was found for a task; leave the others as they are."""
-    record: dict[str, Any] = Rates.read(path).record if path.exists() else {"held": {}, "own": {}}
+def write_rates(
+    path: Path, task: str, held: dict[str, Arm], own: dict[tuple[str, int], Arm]
+) -> None:
+    """Write the results of a task to ``path``; keep those of other tasks."""
+    record: dict[str, Any] = (
+        LearningRates.read(path).record if path.exists() else {"held": {}, "own": {}}
+    )
     record["sweep"] = {
         "workers": HELD_AT,
         "seeds": SEEDS,
@@ -94,7 +103,7 @@ def write(path: Path, task: str, held: dict[str, Arm], own: dict[tuple[str, int]
         "methods": METHODS,
         "versions": provenance()["versions"],
     }
-    record["held"][task] = {name: found.best for name, found in held.items()}
+    record["held"][task] = {name: arm.best for name, arm in held.items()}
     record["own"][task] = {
         name: {str(count): own[name, count].best for count in counts}
         for name, counts in OWN_COUNTS.items()
@@ -102,7 +111,7 @@ def write(path: Path, task: str, held: dict[str, Arm], own: dict[tuple[str, int]
     }
     record.setdefault("setting", {})[task] = vars(SETTINGS[task])
     record.setdefault("accuracy", {})[task] = {
-        **{name: found.table() for name, found in held.items()},
-        **{f"{name}, {count} workers": found.table() for (name, count), found in own.items()},
+        **{name: arm.table() for name, arm in held.items()},
+        **{f"{name}, {count} workers": arm.table() for (name, count), arm in own.items()},
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the claims are tried on: the bundled images, and whole data sets from a folder.
+"""The tasks of the claims: the bundled images, and whole data sets from a folder.
 
 =================  ============================  ===============================================
 name               where, in the data folder     network
@@ -39,46 +39,46 @@ _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How long a task is trained, and on which batches of one worker."""
+class TaskSetting:
+    """The epochs and the batch size per worker of a task."""
 
     epochs: int
     batch_size: int = 16
 
 
 SETTINGS = {
-    "bundled": Setting(epochs=4),
-    "fashion-mnist": Setting(epochs=2),
-    "cifar10": Setting(epochs=8),
-    "banking77": Setting(epochs=12),
+    "bundled": TaskSetting(epochs=4),
+    "fashion-mnist": TaskSetting(epochs=2),
+    "cifar10": TaskSetting(epochs=8),
+    "banking77": TaskSetting(epochs=12),
 }
 
 
 def check_data(folder: Path | None) -> None:
-    """Refuse a data folder that lacks one of the whole data sets."""
+    """Raise :class:`UsageError` if the folder lacks one of the whole data sets."""
     if folder is None:
         raise UsageError("--full needs --data, the folder of CIFAR-10, Fashion-MNIST and BANKING77")
     _fashion_folder(folder)
     _cifar_file(folder)
     for part in ("train", "test"):
-        _existing(folder / "banking77" / f"{part}.csv")
+        _existing_file(folder / "banking77" / f"{part}.csv")
 
 
 @cache
 def load(task: str, folder: str | None) -> Images:
-    """The samples of a task; read once a process."""
+    """The samples of a task; each process reads them once."""
     from paceline.lab.tasks.fashion import load_images
 
     if task == "bundled":
         return load_images()
-    assert folder is not None, "check_data has refused it"
+    assert folder is not None, "check_data refuses a missing folder"
     if task == "fashion-mnist":
         return load_images(str(_fashion_folder(Path(folder))))
     return _cifar(Path(folder)) if task == "cifar10" else _banking(Path(folder) / "banking77")
 
 
 def make_network(task: str) -> nn.Module:
-    """The network that a task is learned with."""
+    """The network of a task."""
     from torch import nn
 
     from paceline.lab.tasks.fashion import make_model
@@ -108,9 +108,9 @@ def make_network(task: str) -> nn.Module:
 
 
 def _fashion_folder(folder: Path) -> Path:
-    for place in (folder / "fashion-mnist", folder / "FashionMNIST" / "raw", folder):
-        if any((place / f"{IDX_FILES[0]}{end}").is_file() for end in ("", ".gz")):
-            return place
+    for candidate in (folder / "fashion-mnist", folder / "FashionMNIST" / "raw", folder):
+        if any((candidate / f"{IDX_FILES[0]}{suffix}").is_file() for suffix in ("", ".gz")):
+            return candidate
     return Path(find_folder()).expanduser()
 
 
@@ -118,9 +118,9 @@ def _fashion_folder(folder: Path) -> Path:
 
 
 def _cifar_file(folder: Path) -> Path:
-    for place in (folder / "cifar-10-batches-bin", folder / "cifar10_20k4k.npz"):
-        if place.exists():
-            return place
+    for path in (folder / "cifar-10-batches-bin", folder / "cifar10_20k4k.npz"):
+        if path.exists():
+            return path
     raise UsageError(
         f"data ({folder}) must hold CIFAR-10: cifar-10-batches-bin (its binary version)"
         " or cifar10_20k4k.npz"
@@ -130,24 +130,24 @@ def _cifar_file(folder: Path) -> Path:
 def _cifar(folder: Path) -> Images:
     import numpy as np
 
-    place = _cifar_file(folder)
-    if place.suffix == ".npz":
-        with np.load(place) as bundle:
+    path = _cifar_file(folder)
+    if path.suffix == ".npz":
+        with np.load(path) as bundle:
             parts = [
                 (_mosaic(bundle[f"x_{part}"], int(bundle[f"cols_{part}"])), bundle[f"y_{part}"])
                 for part in ("train", "test")
             ]
     else:
-        parts = [_records(place, names) for names in (_CIFAR_BATCHES, ["test_batch.bin"])]
+        parts = [_records(path, names) for names in (_CIFAR_BATCHES, ["test_batch.bin"])]
     (x_train, y_train), (x_test, y_test) = parts
     return _images(_scaled(x_train), y_train, _scaled(x_test), y_test)
 
 
 def _records(folder: Path, names: list[str]) -> tuple[Any, Any]:
-    """Images (n, 3, 32, 32) and labels of CIFAR-10's binary files: a byte, then 3,072."""
+    """Images (n, 3, 32, 32) and labels of CIFAR-10's binary files: a label byte, then 3,072."""
     import numpy as np
 
-    raw = np.concatenate([np.fromfile(_existing(folder / name), np.uint8) for name in names])
+    raw = np.concatenate([np.fromfile(_existing_file(folder / name), np.uint8) for name in names])
     if raw.size % 3073:
         raise UsageError(f"data ({folder}) must hold records of 3,073 bytes")
     records = raw.reshape(-1, 3073)
@@ -155,7 +155,7 @@ def _records(folder: Path, names: list[str]) -> tuple[Any, Any]:
 
 
 def _mosaic(encoded: Any, columns: int) -> Any:
-    """The images (n, 3, 32, 32) of one large picture."""
+    """The images (n, 3, 32, 32) in a mosaic."""
     import numpy as np
 
     try:
@@ -184,26 +184,28 @@ def _scaled(pixels: Any) -> Any:
 def _banking(folder: Path) -> Images:
     import numpy as np
 
-    train, test = (_questions(_existing(folder / f"{part}.csv")) for part in ("train", "test"))
-    number = {name: place for place, name in enumerate(sorted({label for _, label in train}))}
+    train, test = (
+        _read_questions(_existing_file(folder / f"{part}.csv")) for part in ("train", "test")
+    )
+    number = {label: index for index, label in enumerate(sorted({label for _, label in train}))}
     x_train, x_test = (np.array([words_of(text) for text, _ in part]) for part in (train, test))
     y_train, y_test = (np.array([number[label] for _, label in part]) for part in (train, test))
     return _images(x_train, y_train, x_test, y_test)
 
 
-def _questions(path: Path) -> list[tuple[str, str]]:
+def _read_questions(path: Path) -> list[tuple[str, str]]:
     with path.open(encoding="utf-8", newline="") as lines:
         return [(row["text"], row["category"]) for row in csv.DictReader(lines)]
 
 
 def words_of(text: str) -> list[int]:
-    """The first words of a text as numbers from 1; 0 where there are no more."""
+    """The first words of a text as numbers from 1, padded with 0."""
     words = re.findall(r"[a-z0-9']+", text.lower())[:WORDS]
     numbers = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
     return numbers + [0] * (WORDS - len(numbers))
 
 
-# What they share ---------------------------------------------------------------------------------
+# Shared helpers ----------------------------------------------------------------------------------
 
 
 def _images(x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> Images:
@@ -216,7 +218,7 @@ def _images(x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> Images:
     return Images(torch.from_numpy(x_train), labels[0], torch.from_numpy(x_test), labels[1])
 
 
-def _existing(path: Path) -> Path:
+def _existing_file(path: Path) -> Path:
     if not path.is_file():
         raise UsageError(f"data ({path.parent}) must hold {path.name}")
     return path

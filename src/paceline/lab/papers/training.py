@@ -16,8 +16,8 @@ from paceline.lab.papers.tasks import load, make_network
 from paceline.lab.tasks.fashion import Images, evaluate, make_loader
 from paceline.training.worker import Worker
 
-LOOKS = 2
-"""How often an epoch is looked at."""
+EVALUATIONS = 2
+"""How often an epoch the models are evaluated."""
 
 
 def train(
@@ -29,46 +29,46 @@ def train(
     data: str | None = None,
     momentum: float = 0.0,
 ) -> None:
-    """SGD; worker 0 logs twice an epoch how good the answer is, and its own replica."""
+    """Train with SGD; worker 0 logs the accuracy of the answer and of its own replica."""
     samples = load(task, data)
     torch.manual_seed(worker.seed)
     net = make_network(task)
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum))
     batches = worker.setup_dataloaders(make_loader(samples, batch_size), epochs=epochs)
-    looked = 0
+    evaluated = 0
     for _ in range(epochs):
         for x, y in batches:
             sgd.zero_grad()
             cross_entropy(net(x), y).backward()
             sgd.step()
-            looks = math.floor(worker.progress * epochs * LOOKS + 1e-9)
-            if worker.rank == 0 and looked < looks < epochs * LOOKS:
-                looked = looks
-                look(worker, net, samples)
-    alone = evaluate(net, samples, worker.device) if worker.rank == 0 else None
+            due = math.floor(worker.progress * epochs * EVALUATIONS + 1e-9)
+            if worker.rank == 0 and evaluated < due < epochs * EVALUATIONS:
+                evaluated = due
+                log_accuracy(worker, net, samples)
+    replica = evaluate(net, samples, worker.device) if worker.rank == 0 else None
     worker.finish()
-    if alone is not None:
-        look(worker, net, samples, alone)
+    if replica is not None:
+        log_accuracy(worker, net, samples, replica)
 
 
-def look(
-    worker: Worker, net: nn.Module, samples: Images, alone: tuple[float, float] | None = None
+def log_accuracy(
+    worker: Worker, net: nn.Module, samples: Images, replica: tuple[float, float] | None = None
 ) -> None:
-    """Log loss and accuracy of the answer, and of this worker ``alone``."""
-    alone = alone or evaluate(net, samples, worker.device)
+    """Log loss and accuracy of the answer, and of this worker's ``replica``."""
+    replica = replica or evaluate(net, samples, worker.device)
     with worker.answer():
         loss, accuracy = evaluate(net, samples, worker.device)
     worker.log(
         loss=loss,
         accuracy=accuracy,
-        replica_loss=alone[0],
-        replica_accuracy=alone[1],
+        replica_loss=replica[0],
+        replica_accuracy=replica[1],
         progress=worker.progress,
     )
 
 
 def tick(worker: Worker, steps: int, parameters: int) -> None:
-    """Steps without gradients, for runs of which only the time is wanted: each is logged."""
+    """Make and log steps with zero gradients: for runs that measure only time."""
     net = nn.ParameterList([nn.Parameter(torch.zeros(parameters))])
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.0))
     rows = TensorDataset(torch.zeros(steps * worker.size))
@@ -82,7 +82,7 @@ def tick(worker: Worker, steps: int, parameters: int) -> None:
 
 
 def descend(worker: Worker, steps: int, lr: float, dimensions: int, noise: float) -> None:
-    """A quadratic: log the squared gradient at each model that all workers agree on.
+    """Descend a quadratic; log the squared gradient whenever all workers have the same model.
 
     The curvatures lie evenly between 0.1 and 1, the start is 1 in every direction, and ``noise`` is
     the variance of a gradient, over all directions.
@@ -103,13 +103,16 @@ def descend(worker: Worker, steps: int, lr: float, dimensions: int, noise: float
 
 
 def squared_gradient(curvature: Tensor, x: Tensor) -> float:
-    """Of the quadratic, at ``x``."""
+    """The squared gradient of the quadratic at ``x``."""
     return float((curvature * x.detach()).square().sum())
 
 
 def trail(worker: Worker, steps: int, batch_size: int) -> None:
-    """A network in double precision, with momentum, weight decay and a learning rate that changes
-    at every step: log where the parameters are after each, along eight random directions."""
+    """Log the parameters after each step, projected on eight random directions.
+
+    A network in double precision, with momentum, weight decay and a learning rate that changes at
+    each step.
+    """
     torch.manual_seed(worker.seed)
     net: nn.Module = nn.Sequential(nn.Linear(49, 16), nn.Tanh(), nn.Linear(16, 10)).double()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -126,8 +129,10 @@ def trail(worker: Worker, steps: int, batch_size: int) -> None:
         worker.settle()
         if worker.rank == 0:
             flat = torch.cat([p.detach().flatten() for p in net.parameters()])
-            seen = {f"view_{number}": float(view @ flat) for number, view in enumerate(views)}
-            worker.log(**seen, norm=float(flat.norm()))
+            projections = {
+                f"view_{number}": float(view @ flat) for number, view in enumerate(views)
+            }
+            worker.log(**projections, norm=float(flat.norm()))
 
 
 @cache

@@ -1,8 +1,9 @@
-"""Figures with their spread, and the rule that makes a verdict of them.
+"""Figures with their spread, and the rules that turn them into verdicts.
 
-Every rule is the same: the 90 % interval of a figure over seeds lies on the claim's side of a
-bound, or on the other side, or the bound lies in it. The bounds stand in the claims' files. A
-figure that the set-up cannot decide is too small to tell, wherever its interval lies.
+Each rule compares the 90 % interval of a figure over seeds with a bound. The claim holds if the
+interval lies on the claim's side of the bound, fails if it lies on the other side, and is open if
+it contains the bound. The claims' files define the bounds. If the set-up is too small to decide a
+figure, its verdict is "too small to tell", wherever the interval lies.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def interval_90(values: Sequence[float]) -> tuple[float, float]:
     """
     if len(values) < LEAST_SEEDS:
         raise ValueError(f"{len(values)} values, where an interval needs {LEAST_SEEDS}")
-    found = spread(values)
-    return found.low, found.high
+    interval = spread(values)
+    return interval.low, interval.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,12 @@ class Figure:
     """A number measured with several seeds; one that decides has a ``wanted`` and a ``verdict``.
 
     Attributes:
-        what: the number, in words.
-        values: one a seed.
-        wanted: the rule, in words; None where the figure decides nothing.
-        verdict: what the rule says.
-        column: ``held`` for learning rates chosen at 8 workers, ``own`` for those of each count.
-        too_small: why the set-up cannot decide it, and what would; None where it can.
+        what: what it measures, in words.
+        values: one per seed.
+        wanted: the rule in words; None if the figure decides nothing.
+        verdict: what the rule yields.
+        column: ``held`` for learning rates chosen at 8 workers, ``own`` for rates of each count.
+        too_small: why the set-up cannot decide it, and which could; None if it can.
     """
 
     what: str
@@ -55,31 +56,31 @@ class Figure:
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """The mean over the seeds."""
         return statistics.fmean(self.values)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the mean, 90 %."""
+        """The 90 % interval of the mean."""
         return interval_90(self.values)
 
     @property
     def decides(self) -> bool:
-        """Whether the claim's verdict hangs on it: second columns are shown beside it."""
+        """Whether the claim's verdict depends on it; the second column is for information."""
         return self.verdict is not None and self.column == "held"
 
-    def beside(self) -> Figure:
+    def second_column(self) -> Figure:
         """The same figure in the second column."""
         return replace(self, column="own")
 
-    def unless(self, too_small: str | None) -> Figure:
-        """The same figure, which decides nothing if the set-up is ``too_small`` for it."""
+    def unless_too_small(self, too_small: str | None) -> Figure:
+        """The same figure, without a verdict of its own if the set-up is ``too_small`` for it."""
         if too_small is None or self.verdict is None:
             return self
         return replace(self, verdict=SMALL, too_small=too_small)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The figure as ``--json`` prints it."""
         return {
             "what": self.what,
             "column": self.column,
@@ -93,24 +94,24 @@ class Figure:
 
 
 def shown(what: str, values: Iterable[float]) -> Figure:
-    """A figure that decides nothing."""
+    """A figure for information: it decides nothing."""
     return Figure(what=what, values=tuple(values))
 
 
 def above(what: str, values: Iterable[float], bound: float) -> Figure:
     """A figure that the claim wants above ``bound``."""
-    taken = tuple(values)
-    low, high = interval_90(taken)
+    measured = tuple(values)
+    low, high = interval_90(measured)
     verdict = HOLDS if low > bound else FAILS if high < bound else OPEN
-    return Figure(what=what, values=taken, wanted=f"above {bound:g}", verdict=verdict)
+    return Figure(what=what, values=measured, wanted=f"above {bound:g}", verdict=verdict)
 
 
 def below(what: str, values: Iterable[float], bound: float) -> Figure:
     """A figure that the claim wants below ``bound``."""
-    taken = tuple(values)
-    low, high = interval_90(taken)
+    measured = tuple(values)
+    low, high = interval_90(measured)
     verdict = HOLDS if high < bound else FAILS if low > bound else OPEN
-    return Figure(what=what, values=taken, wanted=f"below {bound:g}", verdict=verdict)
+    return Figure(what=what, values=measured, wanted=f"below {bound:g}", verdict=verdict)
 
 
 def near_zero(what: str, values: Iterable[float], mean: float, interval: float) -> Figure:
@@ -118,26 +119,26 @@ def near_zero(what: str, values: Iterable[float], mean: float, interval: float) 
 
     It does not hold when the whole interval is farther away than ``mean``.
     """
-    taken = tuple(values)
-    low, high = interval_90(taken)
-    near = abs(statistics.fmean(taken)) < mean and -interval < low and high < interval
+    measured = tuple(values)
+    low, high = interval_90(measured)
+    near = abs(statistics.fmean(measured)) < mean and -interval < low and high < interval
     verdict = HOLDS if near else FAILS if low > mean or high < -mean else OPEN
     wanted = f"within {mean:g} of 0, its interval within {interval:g}"
-    return Figure(what=what, values=taken, wanted=wanted, verdict=verdict)
+    return Figure(what=what, values=measured, wanted=wanted, verdict=verdict)
 
 
 def always(what: str, values: Iterable[bool]) -> Figure:
     """Something that the claim wants in every run; one run without it is enough to fail."""
-    taken = tuple(float(value) for value in values)
-    interval_90(taken)  # refuses too few
-    verdict = HOLDS if all(taken) else FAILS
-    return Figure(what=what, values=taken, wanted="1 in every run", verdict=verdict)
+    measured = tuple(float(value) for value in values)
+    interval_90(measured)  # raises ValueError for too few values
+    verdict = HOLDS if all(measured) else FAILS
+    return Figure(what=what, values=measured, wanted="1 in every run", verdict=verdict)
 
 
 def combine(figures: Iterable[Figure]) -> str:
-    """The verdict of a claim: one figure that fails, fails it; it holds when all of them do.
+    """The verdict of a claim: it fails if one deciding figure fails, and holds if all hold.
 
-    A claim of which the set-up cannot decide a part is too small to tell, whatever the others say.
+    If the set-up is too small to decide one figure, the claim is too small to tell.
 
     >>> combine([above("a", [2.0, 2.1, 2.2], 1.0), below("b", [2.0, 2.1, 2.2], 1.0)])
     'does not hold'
