@@ -1,4 +1,4 @@
-"""Errors, spreads and rankings are computed as they are told."""
+"""The errors, spreads and rankings of predictions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ def row(strategy, predicted, *measured, workers=2):
 
 
 def test_the_error_is_a_signed_share_of_the_measured_value():
-    told = row("gossip", 120.0, 90.0, 100.0, 110.0).to_json()
-    assert told["what"] == "mlp, gossip, 2 workers"
-    assert (told["predicted"], told["measured"]) == (120.0, 100.0)
-    assert told["error"] == pytest.approx(0.2)
-    assert told["spread"] == pytest.approx(0.1)
-    assert told["within"], "0.2 is twice the spread"
+    data = row("gossip", 120.0, 90.0, 100.0, 110.0).to_json()
+    assert data["what"] == "mlp, gossip, 2 workers"
+    assert (data["predicted"], data["measured"]) == (120.0, 100.0)
+    assert data["error"] == pytest.approx(0.2)
+    assert data["spread"] == pytest.approx(0.1)
+    assert data["within"], "0.2 is twice the spread"
     assert row("gossip", 85.0, 100.0).to_json()["error"] == pytest.approx(-0.15)
 
 
 @given(RATES, st.lists(RATES, min_size=1, max_size=5))
 def test_within_is_15_percent_or_twice_the_spread(predicted, measured):
-    one = row("a", predicted, *measured)
-    assert one.within == (abs(predicted - one.median) <= max(0.15, 2 * one.spread) * one.median)
-    assert one.error > -1 and one.spread >= 0
+    checked = row("a", predicted, *measured)
+    allowed = max(0.15, 2 * checked.spread) * checked.median
+    assert checked.within == (abs(predicted - checked.median) <= allowed)
+    assert checked.error > -1 and checked.spread >= 0
 
 
-def test_a_ranking_is_right_when_no_pair_is_turned_round():
+def test_a_ranking_is_right_if_no_pair_is_reversed():
     rows = [row("a", 30.0, 29.0), row("b", 20.0, 25.0), row("c", 10.0, 12.0)]
     (ranking,) = rank_methods(rows)
     assert ranking == {
@@ -48,7 +49,7 @@ def test_a_ranking_is_right_when_no_pair_is_turned_round():
     assert ranking["predicted"] == ["b", "a", "c"] and not ranking["right"]
 
 
-def test_methods_nearer_than_their_runs_are_not_ranked_and_set_ups_are_apart():
+def test_methods_closer_than_their_spread_are_not_ranked():
     close = [row("a", 11.0, 9.0, 10.0, 12.0), row("b", 10.0, 9.5, 10.5, 11.5)]
     other = [row("a", 1.0, 9.0, workers=4), row("b", 2.0, 8.0, workers=4)]
     first, second = rank_methods([*close, *other])
@@ -56,5 +57,5 @@ def test_methods_nearer_than_their_runs_are_not_ranked_and_set_ups_are_apart():
     assert second["where"] == "mlp, 4 workers" and not second["right"]
 
 
-def test_nothing_is_predicted_without_set_ups():
+def test_no_set_up_gives_no_prediction():
     assert predict([], {}) == []

@@ -1,4 +1,4 @@
-"""Times that were made from known costs give these costs back."""
+"""Fits recover the costs from which times were made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_no_cost_is_negative_and_the_error_is_the_noise(start, sizes, random):
     assert 0 <= line.error <= 0.5
 
 
-def test_small_times_count_as_much_as_large_ones():
+def test_small_times_count_as_much_as_large_times():
     line = fit_line([1e3, 1e6, 1e8], [1e-5, 1e-4, 1e-2])
     assert line.error < 0.2
     assert line.seconds(1e3) == pytest.approx(1e-5, rel=0.2)
@@ -42,10 +42,10 @@ def test_one_size_gives_a_constant():
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=3, max_size=3), st.integers(0, 1000))
-def test_several_costs_are_told_apart(costs, seed):
+def test_several_costs_are_recovered(costs, seed):
     features = np.random.default_rng(seed).uniform(1, 100, (12, 3))
-    found = fit_costs(features.tolist(), (features @ costs).tolist())
-    assert found == pytest.approx(costs, rel=1e-3, abs=1e-4)
+    fitted = fit_costs(features.tolist(), (features @ costs).tolist())
+    assert fitted == pytest.approx(costs, rel=1e-3, abs=1e-4)
 
 
 def draws(kind, value, count=4000):
@@ -58,19 +58,19 @@ def draws(kind, value, count=4000):
 @pytest.mark.parametrize(
     ("kind", "value"), [("spread", 0.1), ("spread", 0.5), ("lognormal", 0.2), ("lognormal", 0.6)]
 )
-def test_a_distribution_is_told_by_its_draws(kind, value):
-    found = fit_variation(draws(kind, value).tolist())
-    assert found.kind == kind
-    assert found.value == pytest.approx(value, rel=0.1)
-    assert found.error < 0.02
+def test_a_distribution_is_recognized_by_its_draws(kind, value):
+    fitted = fit_variation(draws(kind, value).tolist())
+    assert fitted.kind == kind
+    assert fitted.value == pytest.approx(value, rel=0.1)
+    assert fitted.error < 0.02
 
 
-def test_times_that_fit_no_distribution_are_kept():
+def test_times_that_fit_no_distribution_become_a_trace():
     factors = [0.7, 0.7, 0.7, 1.9] * 100
-    found = fit_variation(factors)
-    assert found.kind == "trace"
-    assert found.trace == pytest.approx(factors[: len(found.trace)])
-    assert np.mean(found.trace) == pytest.approx(1)
+    fitted = fit_variation(factors)
+    assert fitted.kind == "trace"
+    assert fitted.trace == pytest.approx(factors[: len(fitted.trace)])
+    assert np.mean(fitted.trace) == pytest.approx(1)
 
 
 def test_times_that_do_not_vary_have_no_distribution():

@@ -1,4 +1,4 @@
-"""What is measured, and the file that comes of it."""
+"""The measurements of a calibration, and the cluster file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from paceline.lab.calibrate.machine import (
     to_toml,
     usable_cores,
 )
-from paceline.lab.calibrate.messages import Taken, run_messages
+from paceline.lab.calibrate.messages import OperationTime, run_messages
 from paceline.lab.calibrate.steps import (
-    HANDLED,
-    LEAST,
+    LEAST_STEPS,
     WARM_UP,
+    WORK_KINDS,
     StepClock,
     StepTimes,
     Timed,
-    aftermath,
     run_steps,
+    slowdown_after,
 )
 from paceline.sim.cluster import read_cluster
 
@@ -59,7 +59,7 @@ def sized_train(worker, batch_size=12):
 
 def calibration(**changes):
     line = Line(1e-4, 2e-10, 0.03)
-    found = Calibration(
+    example = Calibration(
         subject=Subject(name='a "script"', train={}, arguments={"steps": 3}),
         cores=2,
         nbytes=4000,
@@ -69,12 +69,12 @@ def calibration(**changes):
         loading=Line(1e-4, 0.0, 0.2),
         variation=Variation("lognormal", 0.25, (), 0.01),
         link=Line(3e-6, 0.0, 0.0),
-        work=dict.fromkeys(HANDLED, line),
+        work=dict.fromkeys(WORK_KINDS, line),
         serve=Line(0.0, 5e-10, 0.0),
         crowding=1.1,
         queued=0.0,
     )
-    return dataclasses.replace(found, **changes)
+    return dataclasses.replace(example, **changes)
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ def calibration(**changes):
         Variation("trace", 0.0, (0.5, 1.5), 0.0),
     ],
 )
-def test_the_file_is_read_back_as_what_was_found(variation, tmp_path):
-    found = calibration(variation=variation)
-    (tmp_path / "here.toml").write_text(to_toml(found))
+def test_the_file_is_read_back_as_the_same_cluster(variation, tmp_path):
+    written = calibration(variation=variation)
+    (tmp_path / "here.toml").write_text(to_toml(written))
     read = read_cluster(tmp_path / "here.toml")
-    wanted = found.cluster("here")
-    assert dataclasses.replace(read, network=wanted.network) == wanted
-    assert wanted.cores == 2 and wanted.node(0) == wanted.node(7)
-    assert wanted.serving.bytes_per_s == pytest.approx(2e9)
-    assert wanted.inside.bytes_per_s == math.inf
-    assert wanted.handling.post.bytes_per_s == pytest.approx(5e9)
+    expected = written.cluster("here")
+    assert dataclasses.replace(read, network=expected.network) == expected
+    assert expected.cores == 2 and expected.node(0) == expected.node(7)
+    assert expected.serving.bytes_per_s == pytest.approx(2e9)
+    assert expected.inside.bytes_per_s == math.inf
+    assert expected.handling.post.bytes_per_s == pytest.approx(5e9)
     if variation.kind != "none":
-        assert getattr(wanted.compute, variation.kind) == (variation.trace or variation.value)
+        assert getattr(expected.compute, variation.kind) == (variation.trace or variation.value)
 
 
-def test_the_file_tells_what_it_rests_on():
+def test_the_file_says_how_it_was_measured():
     text = to_toml(calibration(queued=0.25))
-    for told in ("'steps': 3", "4000 bytes", "torch ", "8, 16 samples", "25% of the time", "3.0%"):
-        assert told in text
+    for fact in ("'steps': 3", "4000 bytes", "torch ", "8, 16 samples", "25% of the time", "3.0%"):
+        assert fact in text
 
 
 def test_messages_are_measured_up_to_the_size_of_the_model():
@@ -111,7 +111,7 @@ def test_messages_are_measured_up_to_the_size_of_the_model():
     assert message_sizes(18) == [16]
 
 
-def test_batches_are_varied_where_the_script_takes_a_size():
+def test_batch_sizes_vary_if_the_script_takes_a_batch_size():
     def sizes(train, **arguments):
         subject = Subject(name="", train=refer_to(train), arguments=arguments)
         return batch_sizes(subject, cores=2)
@@ -121,7 +121,7 @@ def test_batches_are_varied_where_the_script_takes_a_size():
     assert sizes(own_train) == [None]
 
 
-def test_runs_of_each_batch_size_give_what_a_step_and_a_sample_cost():
+def test_runs_of_several_batch_sizes_give_the_cost_of_a_step_and_of_a_sample():
     def run(samples, *seconds):
         return [*(Timed(samples, s) for s in seconds), Timed(samples // 2, 99.0)]
 
@@ -131,7 +131,7 @@ def test_runs_of_each_batch_size_give_what_a_step_and_a_sample_cost():
     assert fit_means([[]]) == (0.0, 0.0, 0.0)
 
 
-def test_ranks_have_one_thread_within_and_as_many_as_before_afterwards(monkeypatch):
+def test_one_thread_a_rank_restores_the_environment(monkeypatch):
     for before in (None, "3"):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if before:
@@ -142,7 +142,7 @@ def test_ranks_have_one_thread_within_and_as_many_as_before_afterwards(monkeypat
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
-def test_own_time_passes_while_computing_and_never_runs_back(monkeypatch):
+def test_own_time_is_monotonic_and_excludes_waiting_for_a_core(monkeypatch):
     clock = clocks.OwnTime()
     times = [clock.now() for _ in range(100)]
     assert times == sorted(times)
@@ -150,47 +150,48 @@ def test_own_time_passes_while_computing_and_never_runs_back(monkeypatch):
     assert clock.now() == pytest.approx(time.perf_counter() - 5.0, abs=0.5)
 
 
-def test_the_clock_tells_gradients_from_loading_and_from_communication():
+def test_the_clock_separates_gradients_loading_and_communication():
     times = iter(range(1000))
     clock = StepClock()
     clock._own.now = lambda: float(next(times))
     for number in range(WARM_UP + 4):
-        epoch = number // 4  # between two epochs is no loading
+        epoch = number // 4  # time between two epochs is not loading
         clock.record(0.0, 0, "batch", epoch=epoch, index=number, samples=8)
         clock.updated("nothing" if number % 2 else "mail")
         clock.record(0.0, 0, "all_reduce")
-        next(times)  # communication takes its time
+        next(times)  # the time of communication
         clock.record(0.0, 0, "step", step=number, samples=8)
     assert [timed for _, timed in clock.gradients] == [(8, 1.0)] * (WARM_UP + 4)
-    assert [turn for turn, _ in clock.counted] == ["mail", "nothing"] * 2, "that of the step before"
+    exchanges = [exchange for exchange, _ in clock.counted]
+    assert exchanges == ["mail", "nothing"] * 2, "those of the step before"
     assert clock.loading == [(8, 1.0)] * (WARM_UP + 4 - 1 - (WARM_UP + 4 - 1) // 4)
 
 
-def test_what_gradients_take_longer_is_put_down_to_what_went_before():
-    def after(turn, *seconds):
-        return [(turn, Timed(8, s)) for s in seconds]
+def test_a_slower_gradient_is_charged_to_the_exchange_before_it():
+    def after(exchange, *seconds):
+        return [(exchange, Timed(8, s)) for s in seconds]
 
-    gradients = [*after("nothing", 1.0, 1.1, 9.0), *after("look", 1.5, 1.6), *after("mail", 1.0)]
-    gradients.append(("look", Timed(3, 99.0)))
-    told = {"nothing": 0.0, "reduce": 0.0, "look": pytest.approx(0.45), "mail": 0.0}
-    assert aftermath(gradients) == told
+    gradients = [*after("nothing", 1.0, 1.1, 9.0), *after("window", 1.5, 1.6), *after("mail", 1.0)]
+    gradients.append(("window", Timed(3, 99.0)))
+    slowdowns = {"nothing": 0.0, "reduce": 0.0, "window": pytest.approx(0.45), "mail": 0.0}
+    assert slowdown_after(gradients) == slowdowns
 
 
 def times_of(nbytes, **work):
     return StepTimes([], [], work, nbytes, 0.0)
 
 
-def test_work_is_that_of_the_model_between_gradients_and_of_small_messages_alone():
+def test_work_is_fitted_to_the_model_between_gradients_and_to_small_messages_alone():
     runs = [times_of(1_004_000, peek=s, take=s) for s in (0.9, 1.0, 1.1)]
-    taken = [Taken("peek", 4000, 0.1, 0.0), Taken("peek", 1_004_000, 0.2, 0.0)]
-    line = fit_work("peek", runs, taken)
+    messages = [OperationTime("peek", 4000, 0.1, 0.0), OperationTime("peek", 1_004_000, 0.2, 0.0)]
+    line = fit_work("peek", runs, messages)
     assert line.seconds(1_004_000) == pytest.approx(1.0)
     assert line.seconds(4000) == pytest.approx(0.1)
     assert line.error == pytest.approx(((0.1 / 1.1) ** 2 / 3 + (0.1 / 0.9) ** 2 / 3) ** 0.5)
-    half = fit_work("take", runs, [Taken("round_trip", 4000, 0.1, 0.0)])
+    half = fit_work("take", runs, [OperationTime("round_trip", 4000, 0.1, 0.0)])
     assert half.seconds(4000) == pytest.approx(0.05)
-    assert fit_work("peek", [times_of(80, peek=2.0)], taken)[:2] == (0.0, 2.0 / 80)
-    assert fit_work("peek", [times_of(8000, peek=0.05)], taken)[:2] == (0.05, 0.0)
+    assert fit_work("peek", [times_of(80, peek=2.0)], messages)[:2] == (0.0, 2.0 / 80)
+    assert fit_work("peek", [times_of(8000, peek=0.05)], messages)[:2] == (0.05, 0.0)
 
 
 def timed(train, ranks=2, transport="shared_memory", **arguments):
@@ -206,22 +207,22 @@ def timed(train, ranks=2, transport="shared_memory", **arguments):
 
 
 @pytest.mark.transport("shared_memory")
-def test_a_script_is_timed_as_it_is():
-    found = timed(own_train)
-    assert len(found.gradients) >= 2 * 4 and all(t.seconds > 0 for t in found.gradients)
-    assert {timed.samples for timed in found.gradients} == {4}
-    assert set(found.work) == {*HANDLED, "serve"} and all(s > 0 for s in found.work.values())
-    assert 0 <= found.queued < 1
-    assert found.nbytes == 4 * (4 * 2 + 2)
+def test_a_script_is_timed_without_changes():
+    times = timed(own_train)
+    assert len(times.gradients) >= 2 * 4 and all(t.seconds > 0 for t in times.gradients)
+    assert {timed.samples for timed in times.gradients} == {4}
+    assert set(times.work) == {*WORK_KINDS, "serve"} and all(s > 0 for s in times.work.values())
+    assert 0 <= times.queued < 1
+    assert times.nbytes == 4 * (4 * 2 + 2)
 
 
 @pytest.mark.transport("shared_memory")
 def test_ranks_that_run_out_of_data_end_the_timing():
-    found = timed(own_train, ranks=3, rows=4 * 3 * 16 + 1, epochs=1)
-    assert len(found.gradients) >= 3 * LEAST / 2
+    times = timed(own_train, ranks=3, rows=4 * 3 * 16 + 1, epochs=1)
+    assert len(times.gradients) >= 3 * LEAST_STEPS / 2
 
 
-def test_a_script_of_too_few_steps_is_refused():
+def test_a_script_with_too_few_steps_is_refused():
     rule = r"at least 13 steps on each of \d+ workers, .* one of them made 1: give it more data"
     with pytest.raises(UsageError, match=rule):
         timed(own_train, rows=8, epochs=1)
@@ -229,6 +230,11 @@ def test_a_script_of_too_few_steps_is_refused():
 
 @pytest.mark.transport("shared_memory")
 def test_messages_are_timed():
-    taken = run_messages(4096, transport="shared_memory", repeats=2)
-    assert [one.what for one in taken] == ["reduce", "round_trip", "publish", "peek"]
-    assert all(one.nbytes == 4096 and one.work_s > 0 and one.wait_s >= 0 for one in taken)
+    messages = run_messages(4096, transport="shared_memory", repeats=2)
+    assert [message.operation for message in messages] == [
+        "reduce",
+        "round_trip",
+        "publish",
+        "peek",
+    ]
+    assert all(m.nbytes == 4096 and m.work_s > 0 and m.wait_s >= 0 for m in messages)

@@ -1,4 +1,4 @@
-"""Predict real runs from a calibration, then make them, and compare."""
+"""Predict the throughput of real runs from a calibration, measure it, and compare."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from paceline.record.result import Result
 from paceline.strategies import make_strategy
 
 ALLOWED = 0.15
-"""The error that a prediction may have, where runs repeat better than half of that."""
+"""The error that a prediction may have; twice the spread from run to run if that is larger."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One run to predict and to make."""
+    """One run to predict and to measure."""
 
     subject: Subject
     workers: int
     strategy: str
 
     @property
-    def place(self) -> str:
+    def scenario(self) -> str:
         """The set-up without the method: methods are ranked within it."""
         return f"{self.subject.name}, {self.workers} workers"
 
@@ -41,13 +41,13 @@ class Setup:
 
 @dataclass
 class Row:
-    """A prediction, and what was measured after it.
+    """A prediction and its measurements.
 
     Attributes:
         setup: the run.
-        predicted: samples a second.
-        measured: likewise, of each real run.
-        busy: the share of the cores that other work used just before each of them.
+        predicted: the predicted throughput, samples per second.
+        measured: the throughput of each real run.
+        busy: the share of the cores that other work used just before each real run.
     """
 
     setup: Setup
@@ -57,26 +57,26 @@ class Row:
 
     @property
     def median(self) -> float:
-        """The middle one of the measured throughputs, samples a second."""
+        """The median of the measured throughputs, samples per second."""
         return statistics.median(self.measured)
 
     @property
     def spread(self) -> float:
-        """Their standard deviation, over the median."""
+        """The standard deviation of the measured throughputs, relative to the median."""
         return statistics.stdev(self.measured) / self.median if len(self.measured) > 1 else 0.0
 
     @property
     def error(self) -> float:
-        """The prediction's, as a signed share of the measured value."""
+        """The error of the prediction, relative to the measured value."""
         return (self.predicted - self.median) / self.median
 
     @property
     def within(self) -> bool:
-        """Whether the goal is met: 15 %, or twice the spread from run to run."""
+        """Whether the error is at most 15 %, or twice the spread from run to run."""
         return abs(self.error) <= max(ALLOWED, 2 * self.spread)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The row as ``--json`` prints it."""
         return {
             "what": self.setup.what,
             "predicted": self.predicted,
@@ -93,7 +93,7 @@ class Row:
 
 
 def predict(setups: Sequence[Setup], calibrations: Mapping[str, Calibration]) -> list[Row]:
-    """Simulate every set-up with the calibration of its script, and nothing else."""
+    """Simulate every set-up, using only the calibration of its script."""
     trials = [
         Trial(
             strategy=make_strategy(setup.strategy),
@@ -116,11 +116,11 @@ def predict(setups: Sequence[Setup], calibrations: Mapping[str, Calibration]) ->
 def measure(
     rows: Sequence[Row], repeats: int, on_run: Callable[[Row], None] = lambda row: None
 ) -> None:
-    """Make the real runs: all of them in turn, and that ``repeats`` times."""
+    """Make the real runs, all in turn, ``repeats`` times."""
     with one_thread_a_rank():
         for repeat in range(repeats):
-            turn = repeat % len(rows)
-            for row in [*rows[turn:], *rows[:turn]]:
+            first = repeat % len(rows)
+            for row in [*rows[first:], *rows[:first]]:
                 row.busy.append(busy_share())
                 row.measured.append(_run(row.setup))
                 on_run(row)
@@ -145,21 +145,21 @@ def _throughput(setup: Setup, result: Result) -> float:
 
 
 def rank_methods(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of each set-up, the methods from fast to slow: predicted, measured, and whether it is right.
+    """For each scenario, the methods from fast to slow: predicted, measured, and if both agree.
 
-    Two methods that differ by less than their runs do, from run to run, are not told apart.
+    The order of two methods whose medians differ by less than their spread does not count.
     """
-    places: dict[str, list[Row]] = {}
+    scenarios: dict[str, list[Row]] = {}
     for row in rows:
-        places.setdefault(row.setup.place, []).append(row)
+        scenarios.setdefault(row.setup.scenario, []).append(row)
     return [
         {
-            "where": place,
+            "where": scenario,
             "predicted": [r.setup.strategy for r in sorted(own, key=lambda r: -r.predicted)],
             "measured": [r.setup.strategy for r in sorted(own, key=lambda r: -r.median)],
             "right": all(_same_order(*pair) for pair in combinations(own, 2)),
         }
-        for place, own in places.items()
+        for scenario, own in scenarios.items()
     ]
 
 

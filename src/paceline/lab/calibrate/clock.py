@@ -1,7 +1,7 @@
-"""Clocks of one rank that other work on the machine does not reach.
+"""Clocks that other work on the machine does not disturb.
 
-A cluster file tells of a machine that is free for the run. So what a rank takes is timed without
-the time that it stood in the queue for a core, which the kernel counts for each thread.
+A cluster file describes a machine that does nothing else. So times are measured without the time
+that a thread was ready to run and waited for a core; the kernel counts it for each thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 
 class OwnTime:
-    """Seconds of the calling thread, less those that it was ready and had no core.
+    """The time of the calling thread, without the time that it waited for a core.
 
-    Where the kernel does not count these, the seconds of the wall.
+    If the kernel does not count the waiting, this is wall-clock time.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class OwnTime:
             self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def now(self) -> float:
-        """The time now."""
+        """The current time, in seconds."""
         while True:
-            before_s = self._queued()
+            queued_s = self._queued()
             now_s = time.perf_counter()
-            if self._queued() == before_s:  # otherwise it stood in the queue between the two
-                return now_s - before_s
+            if self._queued() == queued_s:  # otherwise it waited for a core in between
+                return now_s - queued_s
 
     def _queued(self) -> float:
         return 0.0 if self._fd is None else _queued(os.pread(self._fd, 128, 0))
@@ -40,7 +40,7 @@ class OwnTime:
 
 
 def queued_s() -> float:
-    """How long the threads of this process have stood in the queue for a core, all together."""
+    """How long all threads of this process together have waited for a core."""
     total = 0.0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):
@@ -49,7 +49,7 @@ def queued_s() -> float:
 
 
 def busy_share(for_s: float = 0.2) -> float:
-    """The share of the machine's cores that is in use, over a moment; 0 where nobody tells."""
+    """The share of the machine's cores in use during ``for_s``; 0 if the system does not tell."""
     before = _core_times()
     time.sleep(for_s)
     spent = [now - then for now, then in zip(_core_times(), before, strict=True)]
@@ -58,12 +58,12 @@ def busy_share(for_s: float = 0.2) -> float:
 
 
 def _core_times() -> list[int]:
-    """Of all cores together: user, nice, system, idle, waiting for disks, and so on."""
+    """The times of all cores together: user, nice, system, idle, waiting for disks, and so on."""
     try:
-        first = Path("/proc/stat").read_text().partition("\n")[0]
+        total = Path("/proc/stat").read_text().partition("\n")[0]
     except OSError:
         return [0] * 8
-    return [int(field) for field in first.split()[1:9]]
+    return [int(field) for field in total.split()[1:9]]
 
 
 def _queued(schedstat: bytes) -> float:

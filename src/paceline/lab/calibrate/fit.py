@@ -1,7 +1,7 @@
-"""From measured times to the numbers of a cluster; pure arithmetic.
+"""Fit the numbers of a cluster to measured times; pure arithmetic.
 
-Every fit is least squares of the relative errors, so that microseconds count as much as seconds,
-and no cost comes out negative.
+Every fit minimizes the squares of the relative errors, so that microseconds count as much as
+seconds, and yields no negative cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 TRACE_LENGTH = 256
 GOOD_FIT = 0.05
-"""A distribution is taken for the recorded times when its quantiles are that near, on average."""
+"""A distribution fits if its quantiles differ by at most this from the recorded, on average."""
 
 
 class Line(NamedTuple):
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 
 def fit_costs(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Costs, none below 0, whose products with the features come nearest to the times.
+    """The costs, none below 0, whose products with the features come nearest to the times.
 
     >>> [round(cost, 6) for cost in fit_costs([[1, 10], [1, 20], [1, 40]], [3.0, 5.0, 9.0])]
     [1.0, 0.2]
@@ -47,9 +47,9 @@ def fit_costs(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     for count in range(1, rows.shape[1] + 1):
         for chosen in map(list, combinations(range(rows.shape[1]), count)):
             costs, *_ = np.linalg.lstsq(rows[:, chosen], np.ones(len(times)), rcond=None)
-            left = float(np.square(rows[:, chosen] @ costs - 1).sum())
-            if (costs >= 0).all() and left < least - 1e-12:
-                best, least = np.zeros(rows.shape[1]), left
+            residual = float(np.square(rows[:, chosen] @ costs - 1).sum())
+            if (costs >= 0).all() and residual < least - 1e-12:
+                best, least = np.zeros(rows.shape[1]), residual
                 best[chosen] = costs
     return [float(cost) for cost in best / np.where(scale > 0, scale, 1.0)]
 
@@ -65,7 +65,7 @@ def relative_error(predicted: Sequence[float], measured: Sequence[float]) -> flo
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
-    """What each call costs, and each unit of it (a byte, a sample)."""
+    """The cost of a call, and of each unit in it (a byte, a sample)."""
     if len(set(amounts)) == 1:
         start, slope = sum(seconds) / len(seconds), 0.0
     else:
@@ -84,19 +84,19 @@ class Variation(NamedTuple):
 
 
 def fit_variation(factors: Sequence[float]) -> Variation:
-    """The distribution of times over their mean, in the order in which they came.
+    """The distribution of ``factors``: times over their mean, in the order of measurement.
 
-    A uniform or lognormal one where that is near enough; otherwise the recorded times themselves.
+    It is uniform or lognormal if one of these fits; otherwise the recorded factors themselves.
     """
     ordered = np.sort(np.asarray(factors, dtype=float))
     deviation = float(ordered.std())
     if deviation < 0.005:
         return Variation("none", 0.0, (), deviation)
-    places = (np.arange(len(ordered)) + 0.5) / len(ordered)
+    levels = (np.arange(len(ordered)) + 0.5) / len(ordered)
     width = min(0.99, math.sqrt(3) * deviation)
     sigma = math.sqrt(math.log1p(deviation**2))
-    normal = np.array([NormalDist().inv_cdf(float(place)) for place in places])
-    uniform = Variation("spread", width, (), _distance(ordered, 1 + width * (2 * places - 1)))
+    normal = np.array([NormalDist().inv_cdf(float(level)) for level in levels])
+    uniform = Variation("spread", width, (), _distance(ordered, 1 + width * (2 * levels - 1)))
     skewed = np.exp(sigma * normal - sigma**2 / 2)
     lognormal = Variation("lognormal", sigma, (), _distance(ordered, skewed))
     best = min(uniform, lognormal, key=lambda variation: variation.error)

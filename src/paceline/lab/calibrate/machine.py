@@ -1,4 +1,4 @@
-"""Measure a script and this machine, and write both down as a cluster file."""
+"""Measure a script on this machine, and describe both as a cluster file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.common.reference import Reference, find
 from paceline.lab.calibrate.fit import Line, Variation, fit_line, fit_variation, relative_error
-from paceline.lab.calibrate.messages import IN_TURN, Taken, run_messages
-from paceline.lab.calibrate.steps import HANDLED, StepTimes, Timed, run_steps
+from paceline.lab.calibrate.messages import ROUND_TRIP, OperationTime, run_messages
+from paceline.lab.calibrate.steps import WORK_KINDS, StepTimes, Timed, run_steps
 from paceline.lab.tasks.recipe import batch_of
 from paceline.record.folder import provenance
 from paceline.sim.cluster import (
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is calibrated: a training function, its arguments, and how ranks talk."""
+    """What is calibrated: a training function, its arguments and the transport."""
 
     name: str
     train: Reference
@@ -52,10 +52,10 @@ class Effort:
     """How long a calibration may take.
 
     Args:
-        rounds: how often everything is measured, in turn.
-        steps: of each process, for each batch size and round.
-        limit_s: or so many seconds of them, if that is less.
-        repeats: of each operation, for each size and round.
+        rounds: how often everything is measured.
+        steps: the steps of each process, for each batch size and round.
+        limit_s: the time limit of these steps.
+        repeats: how often each operation is timed, for each size and round.
     """
 
     rounds: int = 3
@@ -66,21 +66,21 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was found.
+    """The results of a calibration.
 
     Attributes:
         subject: what was calibrated.
-        cores: that processes of this machine may use at once.
+        cores: how many cores the processes may use.
         nbytes: the size of the model.
-        batches: the batch sizes that steps were timed with.
-        sizes: the bytes that messages were timed with.
-        gradient: seconds of a step by samples: from its batch to its end, without communication.
-        loading: seconds from a step to the next batch, by samples.
-        variation: of single steps around their mean.
-        crowding: a step's own time where four ranks take turns on the cores, over that.
-        link: what a message takes while no core works on it, by bytes.
-        work: what the core of a rank does in each operation, by bytes.
-        serve: all that a server does for a request, by bytes.
+        batches: the batch sizes of the timed steps.
+        sizes: the sizes of the timed messages, in bytes.
+        gradient: the time of a step by samples: from its batch to its end, no communication.
+        loading: the time from a step to the next batch, by samples.
+        variation: how single steps vary around their mean.
+        crowding: a step's own time when four ranks share the cores, over that of ``gradient``.
+        link: the time of a message in which no core works on it, by bytes.
+        work: the processor time of a rank in each kind of work, by bytes.
+        serve: the processor time of a server for a request, by bytes.
         queued: the share of the time in which other work had the cores.
     """
 
@@ -99,7 +99,7 @@ class Calibration:
     queued: float
 
     def cluster(self, name: str = "calibrated") -> Cluster:
-        """The cluster that this machine is."""
+        """The cluster that describes this machine."""
         varies = self.variation
         kinds: dict[str, Any] = {varies.kind: varies.trace or varies.value}
         kinds.pop("none", None)
@@ -119,7 +119,7 @@ class Calibration:
         )
 
     def fits(self) -> list[dict[str, Any]]:
-        """Each fit in numbers: what it starts at, what is added by unit, and how far it is off."""
+        """Each fit in numbers: its start, its slope by unit, and its error."""
         lines = {
             "gradient": (self.gradient, "sample"),
             "loading": (self.loading, "sample"),
@@ -127,13 +127,13 @@ class Calibration:
             **{what: (line, "byte") for what, line in self.work.items()},
             "serve": (self.serve, "byte"),
         }
-        told = [
+        fits = [
             {"what": what, "start_s": line.start, f"{unit}_s": line.slope, "error": line.error}
             for what, (line, unit) in lines.items()
         ]
         varies = self.variation
         shape = {"what": "variation", "kind": varies.kind, "value": varies.value}
-        return [*told, {**shape, "error": varies.error}]
+        return [*fits, {**shape, "error": varies.error}]
 
 
 def _link(line: Line) -> Link:
@@ -141,41 +141,41 @@ def _link(line: Line) -> Link:
 
 
 def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) -> Calibration:
-    """Measure ``subject`` on this machine: everything in turn, and that several times."""
+    """Measure ``subject`` on this machine, in several rounds."""
     cores = usable_cores()
-    most = max(2, cores)
+    workers = max(2, cores)
     with one_thread_a_rank():
         batches = batch_sizes(subject, cores)
         runs: list[StepTimes] = []
         crowded: list[StepTimes] = []
-        taken: list[Taken] = []
+        messages: list[OperationTime] = []
         for number in range(1, effort.rounds + 1):
-            say(f"round {number} of {effort.rounds}: steps and what comes with them, then messages")
-            runs += [_steps(subject, effort, batch, most) for batch in batches]
+            say(f"round {number} of {effort.rounds}: steps with communication, then messages")
+            runs += [_steps(subject, effort, batch, workers) for batch in batches]
             crowded.append(_steps(subject, effort, batches[0], max(MOST_RANKS, cores)))
             nbytes = runs[0].nbytes
             sizes = message_sizes(nbytes)
             for size in sizes:
-                taken += run_messages(size, transport=subject.transport, repeats=effort.repeats)
+                messages += run_messages(size, transport=subject.transport, repeats=effort.repeats)
     return Calibration(
         subject=subject,
         cores=cores,
         nbytes=nbytes,
-        batches=sorted({_full(run.gradients) for run in runs}),
+        batches=sorted({_full_batch(run.gradients) for run in runs}),
         sizes=sizes,
         gradient=fit_means([run.gradients for run in runs]),
         loading=fit_means([run.loading for run in runs]),
         variation=fit_variation(_factors(runs)),
         crowding=_crowding(runs, crowded),
-        link=_fit_link(taken),
-        work={what: fit_work(what, [*runs, *crowded], taken) for what in HANDLED},
+        link=_fit_link(messages),
+        work={what: fit_work(what, [*runs, *crowded], messages) for what in WORK_KINDS},
         serve=fit_work("serve", runs, []),
-        queued=_others(statistics.mean(run.queued for run in runs), min(1.0, cores / most)),
+        queued=_other_work(statistics.mean(run.queued for run in runs), min(1.0, cores / workers)),
     )
 
 
-def _others(queued: float, own: float) -> float:
-    """The share that other work had, where each rank could have had ``own`` of a core at most."""
+def _other_work(queued: float, own: float) -> float:
+    """The share of other work, if each rank could have ``own`` of a core at most."""
     return max(0.0, 1 - (1 - queued) / own)
 
 
@@ -198,66 +198,68 @@ def _steps(subject: Subject, effort: Effort, batch: int | None, ranks: int) -> S
 
 
 def fit_means(runs: Sequence[Sequence[Timed]]) -> Line:
-    """Seconds by samples, from the mean of each run and the median of the runs of each size."""
+    """Fit the time by samples, from the mean of each run and the median over runs of a size."""
     means: dict[int, list[float]] = {}
     for run in runs:
-        full = _full(run)
-        whole = [timed.seconds for timed in run if timed.samples == full]
-        if whole:
-            means.setdefault(full, []).append(statistics.mean(whole))
+        full = _full_batch(run)
+        times = [timed.seconds for timed in run if timed.samples == full]
+        if times:
+            means.setdefault(full, []).append(statistics.mean(times))
     if not means:
         return Line(0.0, 0.0, 0.0)
     return fit_line(list(means), [statistics.median(each) for each in means.values()])
 
 
-def _full(run: Sequence[Timed]) -> int:
-    """The size of a whole batch in a run."""
+def _full_batch(run: Sequence[Timed]) -> int:
+    """The size of a full batch in a run."""
     return max((timed.samples for timed in run), default=0)
 
 
 def _crowding(runs: Sequence[StepTimes], crowded: Sequence[StepTimes]) -> float:
-    """How much longer a step's own time is where ranks take turns on the cores."""
-    full = _full(crowded[0].gradients)
-    alike = [run for run in runs if _full(run.gradients) == full]
-    here, there = (fit_means([run.gradients for run in each]).start for each in (alike, crowded))
-    return there / here
+    """A step's own time when ranks share the cores, over that when each has its own."""
+    full = _full_batch(crowded[0].gradients)
+    alike = [run for run in runs if _full_batch(run.gradients) == full]
+    groups = ([run.gradients for run in group] for group in (alike, crowded))
+    uncrowded_s, crowded_s = (fit_means(gradients).start for gradients in groups)
+    return crowded_s / uncrowded_s
 
 
 def _factors(runs: Sequence[StepTimes]) -> list[float]:
-    """The time of each full step over the mean of its run."""
+    """The time of each step on a full batch, over the mean of its run."""
     factors: list[float] = []
     for run in runs:
-        full = _full(run.gradients)
-        whole = [timed.seconds for timed in run.gradients if timed.samples == full]
-        mean = statistics.mean(whole)
-        factors += [seconds / mean for seconds in whole]
+        full = _full_batch(run.gradients)
+        times = [timed.seconds for timed in run.gradients if timed.samples == full]
+        mean = statistics.mean(times)
+        factors += [seconds / mean for seconds in times]
     return factors
 
 
-def _fit_link(taken: Sequence[Taken]) -> Line:
-    """What half a round trip takes beside the work of the ranks."""
+def _fit_link(messages: Sequence[OperationTime]) -> Line:
+    """Fit the waiting time of half a round trip."""
     waits: dict[int, list[float]] = {}
-    for one in taken:
-        if one.what == IN_TURN:
-            waits.setdefault(one.nbytes, []).append(one.wait_s / 2)
+    for message in messages:
+        if message.operation == ROUND_TRIP:
+            waits.setdefault(message.nbytes, []).append(message.wait_s / 2)
     medians = [max(LEAST_WAIT_S, statistics.median(each)) for each in waits.values()]
     return fit_line(list(waits), medians)
 
 
-def fit_work(what: str, runs: Sequence[StepTimes], taken: Sequence[Taken]) -> Line:
-    """What the core of a rank does: a small vector's by itself, the model's between gradients.
+def fit_work(what: str, runs: Sequence[StepTimes], messages: Sequence[OperationTime]) -> Line:
+    """Fit the processor time of a kind of work, by bytes.
 
-    The error is how far single runs are from their median.
+    The time of a small vector is that of an operation alone; the time of the whole model is that
+    between two gradients. The error is that of single runs against their median.
     """
     nbytes, times = runs[0].nbytes, [run.work[what] for run in runs]
     whole_s = statistics.median(times)
     error = relative_error([whole_s] * len(times), times)
-    alone, share = (IN_TURN, 0.5) if what in ("post", "take") else (what, 1.0)
-    small = [one for one in taken if one.what == alone and one.nbytes < nbytes]
+    operation, share = (ROUND_TRIP, 0.5) if what in ("post", "take") else (what, 1.0)
+    small = [m for m in messages if m.operation == operation and m.nbytes < nbytes]
     if not small:
         return Line(0.0, whole_s / nbytes, error)
-    least = min(one.nbytes for one in small)
-    call_s = share * statistics.median(one.work_s for one in small if one.nbytes == least)
+    least = min(m.nbytes for m in small)
+    call_s = share * statistics.median(m.work_s for m in small if m.nbytes == least)
     slope = max(0.0, whole_s - call_s) / (nbytes - least)
     return Line(whole_s - slope * nbytes, slope, error)
 
@@ -266,7 +268,7 @@ def fit_work(what: str, runs: Sequence[StepTimes], taken: Sequence[Taken]) -> Li
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: those that it is allowed, and its container's share."""
+    """How many cores this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -278,7 +280,7 @@ def usable_cores() -> int:
 
 @contextmanager
 def one_thread_a_rank() -> Iterator[None]:
-    """Within, ranks that are started use one thread each, however few they are."""
+    """Ranks that are started in this context use one thread each, however few they are."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -291,7 +293,7 @@ def one_thread_a_rank() -> Iterator[None]:
 
 
 def batch_sizes(subject: Subject, cores: int) -> list[int | None]:
-    """A whole batch, a half and a quarter, where ``train`` takes ``batch_size``; else its own."""
+    """A full batch, half and a quarter, if ``train`` takes ``batch_size``; else [None]."""
     parameters = signature(find(subject.train)).parameters
     if "batch_size" not in parameters:
         return [None]
@@ -301,7 +303,7 @@ def batch_sizes(subject: Subject, cores: int) -> list[int | None]:
 
 
 def message_sizes(nbytes: int) -> list[int]:
-    """A small message and the whole model, in whole numbers of 4 bytes."""
+    """The sizes of a small message and of the whole model, multiples of 4 bytes."""
     whole = max(4, nbytes // 4 * 4)
     return sorted({min(SMALL_BYTES, whole), whole})
 
@@ -309,43 +311,45 @@ def message_sizes(nbytes: int) -> list[int]:
 # The file ----------------------------------------------------------------------------------------
 
 
-def to_toml(found: Calibration) -> str:
-    """The cluster file, with what it rests on in its comments."""
-    cluster, subject = found.cluster(), found.subject
-    versions = provenance()["versions"]
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    batches, sizes = (", ".join(map(str, each)) for each in (found.batches, found.sizes))
+def to_toml(calibration: Calibration) -> str:
+    """The cluster file; comments say how it was measured."""
+    cluster, subject = calibration.cluster(), calibration.subject
+    versions, crowding = provenance()["versions"], calibration.crowding
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    batches, sizes = (
+        ", ".join(map(str, each)) for each in (calibration.batches, calibration.sizes)
+    )
     lines = [
         f"# Measured by paceline calibrate on {time.strftime('%Y-%m-%d %H:%M:%S %z')}.",
-        f"# {subject.name} {dict(subject.arguments)}: {found.nbytes} bytes of parameters.",
-        f"# Transport {subject.transport}, one thread a rank, device cpu. Versions: {told}.",
+        f"# {subject.name} {dict(subject.arguments)}: {calibration.nbytes} bytes of parameters.",
+        f"# Transport {subject.transport}, one thread a rank, device cpu. Versions: {software}.",
         f"# Batches of {batches} samples; messages of {sizes} bytes; 2 to 4 ranks.",
-        f"# With {MOST_RANKS} ranks a step's own time was {found.crowding:.2f} of the one here.",
-        f"# Other work had the cores for {found.queued:.0%} of the time; it is left out.",
+        f"# With {MOST_RANKS} ranks a step's own time was {crowding:.2f} of the one here.",
+        f"# Other work had the cores for {calibration.queued:.0%} of the time; it is left out.",
         "# Errors are relative, root mean squares: of lines over sizes, of work over runs.",
         "",
         f"about = {json.dumps(cluster.about)}",
         "ranks_per_node = 0           # all on this machine",
         f"cores = {cluster.cores}",
         "",
-        *_table("inside", cluster.inside, found.link.error),
+        *_table("inside", cluster.inside, calibration.link.error),
         "[compute]                    # a whole step without communication",
         f"step_s = {cluster.compute.step_s!r}",
-        f"sample_s = {cluster.compute.sample_s!r}     # error {found.gradient.error:.1%}",
-        *_variation(found.variation),
+        f"sample_s = {cluster.compute.sample_s!r}     # error {calibration.gradient.error:.1%}",
+        *_variation(calibration.variation),
         "",
         "[loading]                    # from a step to the next batch",
         f"batch_s = {cluster.loading.batch_s!r}",
-        f"sample_s = {cluster.loading.sample_s!r}     # error {found.loading.error:.1%}",
+        f"sample_s = {cluster.loading.sample_s!r}     # error {calibration.loading.error:.1%}",
         "",
         "[collectives]",
         'algorithm = "ring"',
         "",
         "[serving]                    # all that a server does for a request",
-        f"bytes_per_s = {cluster.serving.bytes_per_s!r}     # error {found.serve.error:.1%}",
+        f"bytes_per_s = {cluster.serving.bytes_per_s!r}     # error {calibration.serve.error:.1%}",
         "",
     ]
-    for what, line in found.work.items():
+    for what, line in calibration.work.items():
         lines += _table(f"handling.{what}", getattr(cluster.handling, what), line.error)
     return "\n".join(lines).rstrip() + "\n"
 

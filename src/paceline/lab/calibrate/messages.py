@@ -1,7 +1,7 @@
-"""What messages and collectives take among two ranks, packed and taken in as strategies do it.
+"""Time messages and collectives between two ranks, packed and unpacked as strategies do it.
 
-Each is timed in turn, between two barriers: what it costs the processors of the ranks, and what it
-takes on top, when no core works on it.
+Each operation is timed between two barriers: the processor time of the ranks, and the time on top
+in which no core works on it.
 """
 
 from __future__ import annotations
@@ -24,76 +24,76 @@ from paceline.strategies.decentralised import average
 
 RANKS = 2
 BYTES_A_REPEAT = 16 << 20
-IN_TURN = "round_trip"
-"""The operation whose two ranks work one after the other; in the others they work at once."""
+ROUND_TRIP = "round_trip"
+"""In this operation the two ranks work one after the other; in all others, at the same time."""
 
 Operation = Callable[[], object]
 
 
-class Taken(NamedTuple):
-    """One operation that was timed.
+class OperationTime(NamedTuple):
+    """The time of one operation.
 
     Attributes:
-        what: its name.
+        operation: its name.
         nbytes: the size of the vector.
-        work_s: what a call cost the processor of each of them; the median.
-        wait_s: what it took on top; the median.
+        work_s: the median processor time of a call, for each rank.
+        wait_s: the median time on top, in which no core worked on it.
     """
 
-    what: str
+    operation: str
     nbytes: int
     work_s: float
     wait_s: float
 
 
 class Repeat(NamedTuple):
-    """A call in one repeat on one rank: time of the wall, of its processor, and for a core."""
+    """A call of one repeat on one rank: wall-clock, processor, and waiting-for-a-core time."""
 
     wall_s: float
     work_s: float
     queued_s: float
 
 
-def run_messages(nbytes: int, *, transport: str, repeats: int) -> list[Taken]:
+def run_messages(nbytes: int, *, transport: str, repeats: int) -> list[OperationTime]:
     """Time every operation with vectors of ``nbytes``."""
     argument = {"nbytes": nbytes, "repeats": repeats}
-    told = run_ranks(refer_to(time_messages), [argument] * RANKS, transport=transport)
-    taken = []
-    for what in told[0]:
-        each = [[Repeat(*repeat) for repeat in rank[what]] for rank in told]
-        work_s = statistics.median(repeat.work_s for rank in each for repeat in rank)
-        waits = [_waited(what, calls) for calls in zip(*each, strict=True)]
-        taken.append(Taken(what, nbytes, work_s, statistics.median(waits)))
-    return taken
+    ranks = run_ranks(refer_to(time_messages), [argument] * RANKS, transport=transport)
+    times = []
+    for operation in ranks[0]:
+        repeats_by_rank = [[Repeat(*repeat) for repeat in rank[operation]] for rank in ranks]
+        work_s = statistics.median(each.work_s for rank in repeats_by_rank for each in rank)
+        waits = [_waited(operation, calls) for calls in zip(*repeats_by_rank, strict=True)]
+        times.append(OperationTime(operation, nbytes, work_s, statistics.median(waits)))
+    return times
 
 
-def _waited(what: str, calls: tuple[Repeat, ...]) -> float:
-    """What a call took beside work, and beside standing in the queue for a core."""
+def _waited(operation: str, calls: tuple[Repeat, ...]) -> float:
+    """The time of a call, without processor time and without waiting for a core."""
     busy = [call.work_s + call.queued_s for call in calls]
-    alone = sum(busy) if what == IN_TURN else max(busy)
-    return max(0.0, max(call.wall_s for call in calls) - alone)
+    busy_s = sum(busy) if operation == ROUND_TRIP else max(busy)
+    return max(0.0, max(call.wall_s for call in calls) - busy_s)
 
 
 def time_messages(transport: Transport, channel: Channel, argument: Message) -> Message:
-    """On one rank: the repeats of each operation."""
+    """Time the repeats of each operation on one rank."""
     comm, nbytes = Comm(transport), argument["nbytes"]
     operations = _operations(comm, transport, nbytes // 4)
     calls = max(2, min(8, BYTES_A_REPEAT // nbytes))
-    told: dict[str, list[Repeat]] = {what: [] for what in operations}
+    timed: dict[str, list[Repeat]] = {operation: [] for operation in operations}
     for repeat in range(argument["repeats"] + 1):
-        for what, run in operations.items():
+        for operation, run in operations.items():
             comm.barrier()
-            before = _moment()
+            before = _clocks()
             for _ in range(calls):
                 run()
-            spent = [(now - then) / calls for now, then in zip(_moment(), before, strict=True)]
+            spent = [(now - then) / calls for now, then in zip(_clocks(), before, strict=True)]
             if repeat:
-                told[what].append(Repeat(*spent))
-    comm.barrier()  # whoever left before the others were done would be missed
-    return told
+                timed[operation].append(Repeat(*spent))
+    comm.barrier()  # a rank that left earlier would be reported as lost
+    return timed
 
 
-def _moment() -> Repeat:
+def _clocks() -> Repeat:
     return Repeat(time.perf_counter(), time.process_time(), queued_s())
 
 
@@ -101,15 +101,15 @@ def _operations(comm: Comm, transport: Transport, numel: int) -> dict[str, Opera
     x = transport.allocate(numel, torch.empty(0))
     numbers, peer = [1.0] * NUMBERS, 1 - comm.rank
 
-    def leave() -> None:
+    def post() -> None:
         comm.post(Packet.of(numbers, x).buffer, peer)
 
-    def take() -> None:
+    def receive() -> None:
         message = comm.recv(Packet.empty(NUMBERS, x).buffer, peer)
         x.copy_(Packet(message, NUMBERS, x.dtype).vector)
 
-    def there_and_back() -> None:
-        first, second = (leave, take) if comm.rank == 0 else (take, leave)
+    def round_trip() -> None:
+        first, second = (post, receive) if comm.rank == 0 else (receive, post)
         first()
         second()
 
@@ -117,14 +117,14 @@ def _operations(comm: Comm, transport: Transport, numel: int) -> dict[str, Opera
         comm.publish(Packet.of(numbers, x).buffer)
 
     def peek() -> None:
-        seen = comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
-        assert seen is not None, "both ranks have published"
-        average(x, [Packet(seen[1], NUMBERS, x.dtype).vector])
+        read = comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
+        assert read is not None, "both ranks have published"
+        average(x, [Packet(read[1], NUMBERS, x.dtype).vector])
 
     publish()
     return {
         "reduce": lambda: comm.all_reduce(x),
-        IN_TURN: there_and_back,
+        ROUND_TRIP: round_trip,
         "publish": publish,
         "peek": peek,
     }

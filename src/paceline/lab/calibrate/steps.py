@@ -1,10 +1,11 @@
-"""How long a worker's step takes when nobody else is waited for, and what communication adds.
+"""Time the steps of a worker that waits for nobody, and what communication adds to them.
 
-The script runs as it is, with a method that updates locally and then does one thing of what
-methods do with a vector of the model's size: sum it, publish it, read a peer's, ask a server.
-So these are timed where they happen, with the caches as a gradient leaves them. Steps are timed
-after one that did nothing of it: loading, forward, backward, local update, and the Python around
-them. By how much the others take longer is put down to what went before.
+The user's script runs with a probe as its method. The probe updates locally, and then does one of
+the things that methods do with a vector of the model's size: sum it, publish it and read a peer's,
+or ask a server. So these are timed where they happen in training, with the caches as a gradient
+leaves them. A step (loading, forward, backward, local update) is timed after a step without
+communication. If a step takes longer after communication, the difference is added to the cost of
+that communication.
 """
 
 from __future__ import annotations
@@ -38,35 +39,35 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 5
-"""Steps that are not counted: torch prepares its kernels in them."""
-TURNS: dict[str, tuple[str, ...]] = {
+"""The first steps do not count: torch prepares its kernels in them."""
+EXCHANGES: dict[str, tuple[str, ...]] = {
     "nothing": (),
     "reduce": ("gather", "reduce"),
-    "look": ("publish", "peek"),
+    "window": ("publish", "peek"),
     "mail": ("post", "take"),
 }
-"""What comes after a step in turn, and the kinds of work in it."""
-HANDLED = tuple(what for kinds in TURNS.values() for what in kinds)
-"""Kinds of work of a worker's own core."""
+"""The exchanges that follow steps in turn, and the kinds of work in each."""
+WORK_KINDS = tuple(kind for kinds in EXCHANGES.values() for kind in kinds)
+"""The kinds of work that a worker's own core does."""
 NUMBERS = 6
-"""Numbers that go with a vector in a message, as strategies send them."""
-LEAST = 8
-"""Steps that are counted in any case, however long they take."""
+"""How many numbers accompany a vector in a message, as strategies send them."""
+LEAST_STEPS = 8
+"""At least this many steps are timed, however long they take."""
 
 
-class Enough(BaseException):
-    """Ends a script that has made as many steps as are needed."""
+class StepsDone(BaseException):
+    """Ends a script that has made enough steps."""
 
 
 class Timed(NamedTuple):
-    """One thing that was timed, and of how many samples it was."""
+    """A measured time, and how many samples it was for."""
 
     samples: int
     seconds: float
 
 
 class StepClock(Trace):
-    """In place of a trace: the times of batches and steps, and the work of communication."""
+    """Used in place of a trace: times batches, steps and the work of communication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class StepClock(Trace):
         self._batch_s: float | None = None
         self._step_s: float | None = None
         self._updated_s = 0.0
-        self._turn = self._last_turn = "nothing"
+        self._exchange = self._last_exchange = "nothing"
 
     def record(
         self,
@@ -89,7 +90,7 @@ class StepClock(Trace):
         nbytes: int = 0,
         **more: Any,
     ) -> None:
-        """Hear of an event."""
+        """Note the time of a batch or a step."""
         if event == "batch":
             self._batch(self._own.now(), more["epoch"], more["samples"])
         elif event == "step":
@@ -103,37 +104,37 @@ class StepClock(Trace):
 
     def _step(self, now_s: float, samples: int) -> None:
         if self._batch_s is not None:
-            taken = Timed(samples, self._updated_s - self._batch_s)
-            self.gradients.append((self._last_turn, taken))
+            timed = Timed(samples, self._updated_s - self._batch_s)
+            self.gradients.append((self._last_exchange, timed))
         self._step_s, self._batch_s = now_s, None
         if len(self.gradients) == WARM_UP:
             self._began = (now_s, time.perf_counter())
 
-    def updated(self, turn: str) -> None:
-        """Hear that the step is over, but for what comes in turn."""
+    def updated(self, exchange: str) -> None:
+        """Note the end of the local update; ``exchange`` follows."""
         self._updated_s = self._own.now()
-        self._last_turn, self._turn = self._turn, turn
+        self._last_exchange, self._exchange = self._exchange, exchange
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Within, the time of the processor counts as work of this kind."""
+    def working(self, kind: str) -> Iterator[None]:
+        """Count the processor time of this context as work of ``kind``."""
         began_s = time.process_time()
         yield
-        self.work.setdefault(what, []).append(time.process_time() - began_s)
+        self.work.setdefault(kind, []).append(time.process_time() - began_s)
 
     def queued_share(self) -> float:
-        """The share of the time after the warm-up in which this rank had no core."""
+        """The share of the time after the warm-up in which this rank waited for a core."""
         own_s, wall_s = self._own.now() - self._began[0], time.perf_counter() - self._began[1]
         return max(0.0, 1 - own_s / wall_s)
 
     @property
     def counted(self) -> list[tuple[str, Timed]]:
-        """The gradients after the warm-up, and what came in turn before each."""
+        """The gradients after the warm-up, and the exchange before each."""
         return self.gradients[WARM_UP:]
 
 
 class Probe(Downpour):
-    """The plain optimizer, and after each step one thing that methods do; ends the script."""
+    """The plain optimizer, with one exchange after each step; ends the script when it is done."""
 
     synchronous: ClassVar[bool] = True
 
@@ -141,15 +142,15 @@ class Probe(Downpour):
         super().__init__()
         self._clock, self._steps_left = clock, WARM_UP + steps
         self._until_s = time.monotonic() + limit_s
-        self._turns = cycle(["reduce", "nothing", "look", "nothing", "mail", "nothing"])
+        self._exchanges = cycle(["reduce", "nothing", "window", "nothing", "mail", "nothing"])
         self._served_s: float | None = None
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         if self.comm.rank < self.workers:
-            self._among = self.comm.group(range(self.workers))
+            self._worker_group = self.comm.group(range(self.workers))
             self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
-            self._among.barrier()
+            self._worker_group.barrier()
 
     @property
     def uses_gradient(self) -> bool:
@@ -157,33 +158,33 @@ class Probe(Downpour):
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         self.local_update()
-        turn = next(self._turns)
-        self._clock.updated(turn)
+        exchange = next(self._exchanges)
+        self._clock.updated(exchange)
         self._steps_left -= 1
-        getattr(self, f"_{turn}")(x)
+        getattr(self, f"_{exchange}")(x)
 
     def _nothing(self, x: Tensor) -> None:
-        """End together, when one has made its steps, or has run out of time."""
-        late = len(self._clock.counted) >= LEAST and time.monotonic() > self._until_s
+        """End on all workers together when one has made its steps, or has run out of time."""
+        late = len(self._clock.counted) >= LEAST_STEPS and time.monotonic() > self._until_s
         ends = x.new_tensor([float(late or self._steps_left <= 0)])
-        self._among.all_reduce(ends)
+        self._worker_group.all_reduce(ends)
         if ends.item():
-            raise Enough
+            raise StepsDone
 
     def _reduce(self, x: Tensor) -> None:
         with self._clock.working("gather"):
             g = self.replica.flat.gather()
         with self._clock.working("reduce"):
-            self._among.all_reduce(g)
+            self._worker_group.all_reduce(g)
 
-    def _look(self, x: Tensor) -> None:
+    def _window(self, x: Tensor) -> None:
         with self._clock.working("publish"):
             self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
         with self._clock.working("peek"):
             peer = (self.comm.rank + 1) % self.workers
-            seen = self.comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
-            assert seen is not None, "every worker has published, and ends with the others"
-            average(x, [Packet(seen[1], NUMBERS, x.dtype).vector])
+            read = self.comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
+            assert read is not None, "every worker has published, and ends with the others"
+            average(x, [Packet(read[1], NUMBERS, x.dtype).vector])
 
     def _mail(self, x: Tensor) -> None:
         with self._clock.working("post"):
@@ -196,7 +197,7 @@ class Probe(Downpour):
     def open(self, w: Tensor, part: slice) -> None:
         try:
             super().open(w, part)
-        except UsageError:  # an optimizer that cannot be made again
+        except UsageError:  # the server cannot make the user's optimizer
             self.server_optimizer = "momentum"
             super().open(w, part)
 
@@ -209,28 +210,27 @@ class Probe(Downpour):
 
 
 def time_steps(transport: Transport, channel: Channel, argument: Message) -> Message:
-    """On one rank: run the script for a while, or serve those that do; the times of it."""
+    """Run the script for a while on one rank, or serve the workers; return the times."""
     clock = StepClock()
     probe = Probe(clock, argument["steps"], argument["limit_s"])
     seed_user_generators(argument["seed"], transport.rank)
     metered, workers = MeteredTransport(transport, clock), transport.size - 1
     session = Session(metered, probe, workers=workers, seed=argument["seed"])
-    with suppress(
-        Enough, ServingDone, PeerLost
-    ):  # whoever runs out of data is missed by the others
+    # A worker that runs out of data ends first: the others take it for lost.
+    with suppress(StepsDone, ServingDone, PeerLost):
         find(argument["train"])(Worker(session), **argument["arguments"])
-    told = {"work": {what: times[1:] or times for what, times in clock.work.items()}}
+    times = {"work": {kind: times[1:] or times for kind, times in clock.work.items()}}
     if transport.rank == workers:
-        return told
-    if session.stepper is None or len(clock.counted) < LEAST:
+        return times
+    if session.stepper is None or len(clock.counted) < LEAST_STEPS:
         raise UsageError(
-            f"the script must make at least {WARM_UP + LEAST} steps on each of {workers} workers,"
-            " one a core, with batches from worker.setup_dataloaders; one of them made"
+            f"the script must make at least {WARM_UP + LEAST_STEPS} steps on each of {workers}"
+            " workers, one a core, with batches from worker.setup_dataloaders; one of them made"
             f" {len(clock.gradients)}: give it more data, or fewer cores (taskset)"
         )
     return {
-        **told,
-        "gradients": [(turn, *timed) for turn, timed in clock.counted],
+        **times,
+        "gradients": [(exchange, *timed) for exchange, timed in clock.counted],
         "loading": clock.loading[WARM_UP:],
         "nbytes": session.stepper.replica.flat.x.nbytes,
         "queued": clock.queued_share(),
@@ -242,10 +242,10 @@ class StepTimes:
     """The times of one run, all ranks together.
 
     Attributes:
-        gradients: from a batch to the end of its step, after a step without communication.
+        gradients: from a batch to the end of its step, after a step without an exchange.
         loading: from a step to the next batch.
-        work: what the processor of a rank did in each operation; the median. ``serve`` is all that
-            a server does for a request.
+        work: the median processor time of each kind of work; ``serve`` is that of a server for one
+            request.
         nbytes: the size of the model.
         queued: the share of the time in which other work had the cores.
     """
@@ -267,7 +267,7 @@ def run_steps(
     limit_s: float,
     seed: int,
 ) -> StepTimes:
-    """Run the script with so many workers at once, and a server; the times of it."""
+    """Run the script with this many workers and a server; return the times."""
     argument: Message = {
         "train": train,
         "arguments": dict(arguments),
@@ -275,34 +275,39 @@ def run_steps(
         "limit_s": limit_s,
         "seed": seed,
     }
-    told = run_ranks(refer_to(time_steps), [argument] * (workers + 1), transport=transport)
-    ranks = told[:workers]
-    gradients = [(turn, Timed(*timed)) for rank in ranks for turn, *timed in rank["gradients"]]
-    after = aftermath(gradients)
+    reports = run_ranks(refer_to(time_steps), [argument] * (workers + 1), transport=transport)
+    ranks = reports[:workers]
+    gradients = [
+        (exchange, Timed(*timed)) for rank in ranks for exchange, *timed in rank["gradients"]
+    ]
+    slowdowns = slowdown_after(gradients)
     work = {
-        what: _median(rank["work"][what] for rank in ranks) + after[turn] / len(kinds)
-        for turn, kinds in TURNS.items()
-        for what in kinds
+        kind: _median(rank["work"][kind] for rank in ranks) + slowdowns[exchange] / len(kinds)
+        for exchange, kinds in EXCHANGES.items()
+        for kind in kinds
     }
     return StepTimes(
-        [timed for turn, timed in gradients if turn == "nothing"],
+        [timed for exchange, timed in gradients if exchange == "nothing"],
         [Timed(*timed) for rank in ranks for timed in rank["loading"]],
-        {**work, "serve": _median([told[workers]["work"]["serve"]])},
-        told[0]["nbytes"],
+        {**work, "serve": _median([reports[workers]["work"]["serve"]])},
+        reports[0]["nbytes"],
         statistics.mean(rank["queued"] for rank in ranks),
     )
 
 
-def aftermath(gradients: Sequence[tuple[str, Timed]]) -> dict[str, float]:
-    """By how much a whole gradient takes longer after each turn than after nothing; medians."""
+def slowdown_after(gradients: Sequence[tuple[str, Timed]]) -> dict[str, float]:
+    """How much longer a step on a full batch takes after each exchange than after none."""
     full = max(timed.samples for _, timed in gradients)
-    times: dict[str, list[float]] = {turn: [] for turn in TURNS}
-    for turn, timed in gradients:
+    times: dict[str, list[float]] = {exchange: [] for exchange in EXCHANGES}
+    for exchange, timed in gradients:
         if timed.samples == full:
-            times[turn].append(timed.seconds)
-    medians = {turn: statistics.median(each) for turn, each in times.items() if each}
-    alone = medians.get("nothing", 0.0)
-    return {turn: max(0.0, medians.get(turn, alone) - alone) for turn in TURNS}
+            times[exchange].append(timed.seconds)
+    medians = {exchange: statistics.median(each) for exchange, each in times.items() if each}
+    undisturbed_s = medians.get("nothing", 0.0)
+    return {
+        exchange: max(0.0, medians.get(exchange, undisturbed_s) - undisturbed_s)
+        for exchange in EXCHANGES
+    }
 
 
 def _median(times: Iterable[list[float]]) -> float:

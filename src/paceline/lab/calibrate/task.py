@@ -1,4 +1,4 @@
-"""The built-in task as the calibration trains it: steps, and no evaluation in between."""
+"""The built-in task as the calibration trains it: steps without evaluation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from paceline.lab.tasks.recipe import MOMENTUM, batch_of
 from paceline.training.worker import Worker
 
 RATE = 1e-3
-"""Small enough that no method diverges: only the time counts."""
+"""So small that no method diverges: only the time matters."""
 
 
 def train(
     worker: Worker, model: str = "cnn", batch_size: int | None = None, steps: int = 100
 ) -> None:
-    """Train for so many steps.
+    """Train for ``steps`` steps.
 
     Args:
         worker: this worker.
         model: ``cnn``, ``mlp``, or ``wide`` for an MLP of 1.9 million parameters.
-        batch_size: samples in a worker's batch; 128 / workers when not given.
-        steps: of this worker.
+        batch_size: samples in a worker's batch; by default 128 / workers.
+        steps: the number of steps of this worker.
     """
     torch.manual_seed(worker.seed)
     net: nn.Module = make_wide() if model == "wide" else make_model(model)
