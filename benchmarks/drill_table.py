@@ -1,8 +1,8 @@
-"""Make the table of docs/faults.md: every case of the drill, on real processes.
+"""Write the table of docs/faults.md: every case of the drill, on real processes.
 
     python benchmarks/drill_table.py [FILE]
 
-runs ``paceline drill --json``, or takes its outcome from FILE, and writes the table.
+Runs ``paceline drill --json``, or reads its output from FILE, and writes the table.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.lab.drill.scenario import load_scenarios
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row of the outcome as a line of the table."""
+def table_row(row: dict[str, Any]) -> str:
+    """A row of the drill's output as a row of the table."""
     cells = [
         f"`{row['method']}`",
         row["happened"],
@@ -35,7 +35,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def accuracy(row: dict[str, Any]) -> str:
-    """That of the run, and those of undisturbed ones."""
+    """The accuracy of the run, and that of undisturbed runs."""
     if row["accuracy"] is None:
         return ""
     mean, deviation = row["undisturbed"]
@@ -46,12 +46,12 @@ def main() -> None:
     if len(sys.argv) > 1:
         text = Path(sys.argv[1]).read_text(encoding="utf-8")
     else:
-        words = [sys.executable, "-m", "paceline", "drill", "--json"]
-        text = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False).stdout
+        command = [sys.executable, "-m", "paceline", "drill", "--json"]
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
     outcome = json.loads(text.splitlines()[-1])
     lines = [f"{outcome['passed']} of {len(outcome['rows'])} passed.", ""]
     for case, scenario in load_scenarios().items():
-        rows = [line(row) for row in outcome["rows"] if row["case"] == case]
+        rows = [table_row(row) for row in outcome["rows"] if row["case"] == case]
         if not rows:
             continue
         lines += [f"**{case}**: {scenario.about} ({', '.join(scenario.ids)})", ""]

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from paceline.cli.screen import Screen
 from paceline.errors import UsageError
-from paceline.lab.drill.conduct import Finding, conduct
+from paceline.lab.drill.conduct import CaseReport, conduct
 from paceline.lab.drill.leftovers import Leftovers
 from paceline.lab.drill.scenario import Scenario, find_scenario, load_scenarios
 from paceline.strategies import STRATEGIES, make_strategy
@@ -52,34 +52,36 @@ def drill(
     screen: Screen, trials: list[tuple[str, Scenario, str]], virtual: bool, seeds: int
 ) -> None:
     """Try them all, say what came of each as it comes, and end with the table."""
-    findings = []
-    with nullcontext() if virtual else Leftovers() as left:
+    reports = []
+    with nullcontext() if virtual else Leftovers() as leftovers:
         for case, scenario, method in trials:
-            finding = conduct(case, scenario, method, virtual=virtual, seeds=seeds, left=left)
-            findings.append(finding)
-            screen.say(f"{case}, {method}: {finding.outcome} ({finding.seconds:.0f} s)")
-    screen.table(HEADINGS, [row(finding) for finding in findings])
-    passed = sum(finding.passed for finding in findings)
-    screen.emit({"rows": [f.to_json() for f in findings], "passed": passed})
-    if any(finding.failures for finding in findings):
+            report = conduct(
+                case, scenario, method, virtual=virtual, seeds=seeds, leftovers=leftovers
+            )
+            reports.append(report)
+            screen.say(f"{case}, {method}: {report.outcome} ({report.seconds:.0f} s)")
+    screen.table(HEADINGS, [row(report) for report in reports])
+    passed = sum(report.passed for report in reports)
+    screen.emit({"rows": [f.to_json() for f in reports], "passed": passed})
+    if any(report.failures for report in reports):
         raise SystemExit(1)
 
 
 HEADINGS = ["case", "method", "noticed after", "longest gap", "throughput", "accuracy", "outcome"]
 
 
-def row(finding: Finding) -> tuple[str, ...]:
-    """A finding as a line of the table."""
-    look = finding.look
-    accuracy = "" if finding.accuracy is None else f"{finding.accuracy:.3f}"
-    if finding.undisturbed is not None:
-        accuracy += f" ({finding.undisturbed[0]:.3f})"
+def row(report: CaseReport) -> tuple[str, ...]:
+    """A report as a line of the table."""
+    impact = report.impact
+    accuracy = "" if report.accuracy is None else f"{report.accuracy:.3f}"
+    if report.undisturbed is not None:
+        accuracy += f" ({report.undisturbed[0]:.3f})"
     return (
-        finding.case,
-        finding.method,
-        "" if look.notice_s is None else f"{look.notice_s:.2f} s",
-        "" if look.gap_s is None else f"{look.gap_s:.2f} s",
-        "" if look.throughput is None else f"{look.throughput:.2f}",
+        report.case,
+        report.method,
+        "" if impact.notice_s is None else f"{impact.notice_s:.2f} s",
+        "" if impact.gap_s is None else f"{impact.gap_s:.2f} s",
+        "" if impact.throughput is None else f"{impact.throughput:.2f}",
         accuracy,
-        finding.outcome,
+        report.outcome,
     )

@@ -1,4 +1,4 @@
-"""What a drill's runs must not leave behind: processes, shared memory, temporary files."""
+"""Find what the runs of a drill leave behind: processes, shared memory, temporary files."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from typing import Self
 from paceline.launcher.fork_client import ForkServer
 
 PATIENCE_S = 10.0
-"""A process that is still there so long after its run has ended hangs."""
-MARK = "PACELINE_DRILL"
-"""The variable that tells the processes of a drill from all others."""
+"""A process that still exists this long after the end of its run hangs."""
+VARIABLE = "PACELINE_DRILL"
+"""The environment variable by which the processes of a drill are recognized."""
 SHARED_MEMORY = Path("/dev/shm")
 CACHE = "torchinductor_"
-"""How the folder begins in which torch keeps compiled code from one run to the next."""
+"""The prefix of the folder in which torch caches compiled code; it may stay."""
 
 
 class Leftovers:
-    """Looks after what is started within it, and after nothing else on the machine.
+    """Finds what is left of runs in this context, and of nothing else on the machine.
 
-    Processes inherit a mark in their environment, and a folder for temporary files that nobody else
-    uses. Shared memory has no such mark: what another living process holds is not counted.
+    The processes of these runs inherit an environment variable with the drill's id, and a folder of
+    their own for temporary files. Shared memory has no such id: a segment that a process of another
+    run holds does not count.
 
-        with Leftovers() as left:
+        with Leftovers() as leftovers:
             launch(train, workers=4)
-            left.found()
+            leftovers.remaining()
     """
 
     def __enter__(self) -> Self:
-        ForkServer.stop_idle()  # ranks take their environment from it
-        self._mark = uuid.uuid4().hex
+        ForkServer.stop_idle()  # ranks inherit their environment from the fork server
+        self._drill_id = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-drill-")
-        self._environment = {name: os.environ.get(name) for name in (MARK, "TMPDIR")}
+        self._environment = {name: os.environ.get(name) for name in (VARIABLE, "TMPDIR")}
         self._tempdir = tempfile.tempdir
-        os.environ.update({MARK: self._mark, "TMPDIR": self._folder.name})
+        os.environ.update({VARIABLE: self._drill_id, "TMPDIR": self._folder.name})
         tempfile.tempdir = self._folder.name
         self._before = _names(SHARED_MEMORY)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         return self
 
     def __exit__(
@@ -60,28 +61,28 @@ class Leftovers:
                 os.environ[name] = value
         self._folder.cleanup()
 
-    def found(self) -> list[str]:
-        """What is left after a while, in words; each thing is told once."""
+    def remaining(self) -> list[str]:
+        """What is left after :data:`PATIENCE_S`, in words; each thing is reported once."""
         end_s = time.monotonic() + PATIENCE_S
-        while (left := self._all() - self._told) and time.monotonic() < end_s:
+        while (left := self._all() - self._reported) and time.monotonic() < end_s:
             time.sleep(0.05)
-        self._told |= left
+        self._reported |= left
         return sorted(left)
 
     def _all(self) -> set[str]:
         files = _names(Path(self._folder.name)) | self._shared_memory()
-        kept = {path for path in files if path.name.startswith(CACHE)}
+        caches = {path for path in files if path.name.startswith(CACHE)}
         idle = ForkServer.idle_pids()
-        ours = (folder.name for folder in _every_process() if self._is_ours(folder))
-        return set(map(str, files - kept)) | {
+        ours = (folder.name for folder in _process_folders() if self._is_ours(folder))
+        return set(map(str, files - caches)) | {
             f"process {pid}" for pid in ours if int(pid) not in idle
         }
 
     def _shared_memory(self) -> set[Path]:
-        """What is new, belongs to this user, and is not held by a process of somebody else."""
+        """New segments of this user that no process of another run holds."""
         new = {path for path in _names(SHARED_MEMORY) - self._before if _is_this_users(path)}
         if new:
-            for folder in _every_process():
+            for folder in _process_folders():
                 if not self._is_ours(folder) and folder.name != str(os.getpid()):
                     new -= _held(folder)
         return new
@@ -91,10 +92,10 @@ class Leftovers:
             environment = (process / "environ").read_bytes()
         except OSError:
             return False  # it has ended, or is another user's
-        return f"{MARK}={self._mark}".encode() in environment.split(b"\0")
+        return f"{VARIABLE}={self._drill_id}".encode() in environment.split(b"\0")
 
 
-def _every_process() -> Iterator[Path]:
+def _process_folders() -> Iterator[Path]:
     return Path("/proc").glob("[0-9]*")
 
 

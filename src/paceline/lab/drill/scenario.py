@@ -1,4 +1,4 @@
-"""A scenario: what is trained, what goes wrong, and what has to come of it; a small TOML file.
+"""A scenario of the drill, as a small TOML file: the training, its faults, and expectations.
 
 .. code-block:: toml
 
@@ -16,8 +16,7 @@
     lost = 1
     gap_s = 3.0
 
-The same file runs in real processes and in the simulator, unless its ``kind`` is one that only real
-processes know.
+The same file runs in real processes and in the simulator, unless its ``kind`` needs real processes.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ Kind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Expect:
-    """What has to come of a scenario; what is None is not looked at.
+    """What a scenario must lead to; None means any value.
 
     Args:
-        lost: how many workers the run says it has lost.
-        joined: how many have come late or again.
-        succeeded: how many ranks that are no workers were followed by another.
-        notice_s: within which time the others have noticed.
-        gap_s: for how long no survivor is without a step.
+        lost: how many workers the run reports as lost.
+        joined: how many workers join late or rejoin.
+        succeeded: how many servers or communicators get a successor.
+        notice_s: the time within which the others must notice.
+        gap_s: the longest time that a survivor may be without a step.
         lockstep_gap_s: the same for synchronous methods.
-        token_gap_s: the same for ``cyclic``, whose token may be with the rank that is stopped.
-        dropped: how many updates are dropped, at least.
-        throughput: samples/s of the run after the fault, at least, over those before.
-        exit_code: of the run.
+        token_gap_s: the same for ``cyclic``: the stopped rank may hold the token.
+        dropped: the least number of dropped updates.
+        throughput: the least samples/s after the fault, over those before.
+        exit_code: the exit code of the run.
     """
 
     lost: int | None = 0
@@ -76,7 +75,7 @@ class Expect:
     exit_code: int = 0
 
     def longest_gap_s(self, method: Strategy) -> float | None:
-        """For how long no survivor of a run with this method is without a step."""
+        """The longest time that a survivor may be without a step, with this method."""
         other_s = self.token_gap_s if isinstance(method, Cyclic) else None
         if method.synchronous:
             other_s = self.lockstep_gap_s
@@ -89,20 +88,20 @@ class Scenario:
 
     Args:
         about: the case in words.
-        ids: the cases of the list of faults that it stands for.
-        kind: how it is made to happen.
-        methods: the methods that it is tried with, unless all are asked for.
-        only: whether it makes sense for these methods alone.
-        long: whether it takes so long that it is left out, unless it is named or all are asked for.
-        workers: how many.
-        epochs: of the built-in task.
-        dead_s: after which time a stopped rank is lost.
-        max_restarts: how many workers are started again.
-        faults: what goes wrong.
-        poisoned: a worker whose gradients are not finite, from its step 100 on.
-        lives: which life each of these ranks has to begin before the run may end.
-        expect: what has to come of it.
-        unreached: why a method does not reach a figure, by ``METHOD throughput`` or ``accuracy``.
+        ids: the numbers of the faults that it covers, in the list of faults.
+        kind: what is done to the run.
+        methods: the methods to run, unless ``--full`` asks for all.
+        only: whether it makes sense for these methods only.
+        long: whether it takes so long that it runs only if named, or with ``--full``.
+        workers: the number of workers.
+        epochs: the epochs of the built-in task.
+        dead_s: a rank that is stopped for longer is lost.
+        max_restarts: how many lost workers are restarted.
+        faults: the faults to inject.
+        poisoned: a worker whose gradients are not finite from its step 100 on.
+        incarnations: the incarnation that each of these ranks must reach before the run may end.
+        expect: what the scenario must lead to.
+        unreached: why a method misses a figure, by ``METHOD throughput`` or ``METHOD accuracy``.
     """
 
     about: str
@@ -117,7 +116,7 @@ class Scenario:
     max_restarts: int = 0
     faults: tuple[Fault, ...] = ()
     poisoned: int | None = None
-    lives: dict[int, int] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
     expect: Expect = field(default_factory=Expect)
     unreached: dict[str, str] = field(default_factory=dict)
 
@@ -138,7 +137,7 @@ def load_scenarios() -> dict[str, Scenario]:
 
 
 def find_scenario(name: str) -> Scenario:
-    """The scenario of a name."""
+    """The scenario with this name."""
     scenarios = load_scenarios()
     if name not in scenarios:
         raise unknown("case", name, scenarios)

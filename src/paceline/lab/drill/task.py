@@ -1,4 +1,4 @@
-"""What the drill trains: the built-in task, for as long as it takes until a rank is back."""
+"""The training of the drill: the built-in task, until the ranks that it waits for are back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from paceline.training.worker import Worker
 
 MODEL = "mlp"
 POISONED_FROM = 100
-MOST_S = 120.0
-"""For how long a rank is waited for, on the run's clock."""
+PATIENCE_S = 120.0
+"""How long the training waits for a rank, on the run's clock."""
 
 
 def train(
-    worker: Worker, epochs: int, lives: dict[str, int] | None = None, poisoned: int | None = None
+    worker: Worker,
+    epochs: int,
+    incarnations: dict[str, int] | None = None,
+    poisoned: int | None = None,
 ) -> None:
-    """Train for some epochs, and go on until the ranks in ``lives`` are here in that life.
+    """Train for some epochs, and then until the ranks in ``incarnations`` have reached them.
 
     The gradients of a ``poisoned`` worker are not finite from its step 100 on.
     """
@@ -32,7 +35,7 @@ def train(
     net, sgd = worker.setup(net, sgd)
     batches = worker.setup_dataloaders(make_loader(images, batch_of(worker.size)))
     epoch = 0
-    while epoch < epochs or _misses(worker, lives or {}):
+    while epoch < epochs or _waits_for(worker, incarnations or {}):
         for x, y in batches:
             sgd.zero_grad()
             cross_entropy(net(x), y).backward()
@@ -45,8 +48,10 @@ def train(
     log_test(worker, net, images, epoch - 1)
 
 
-def _misses(worker: Worker, lives: dict[str, int]) -> bool:
-    comm = worker._session.world  # of servers, too
+def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
+    comm = worker._session.world  # it includes servers
     alive = comm.alive()
-    back = all(int(rank) in alive and comm.life(int(rank)) >= life for rank, life in lives.items())
-    return not back and comm.now() < MOST_S
+    reached = all(
+        int(rank) in alive and comm.life(int(rank)) >= life for rank, life in incarnations.items()
+    )
+    return not reached and comm.now() < PATIENCE_S
