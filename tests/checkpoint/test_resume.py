@@ -425,7 +425,7 @@ def test_checkpoints_are_not_overwritten_by_mistake(tmp_path, monkeypatch):
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
     for steps in (4, None):
-        with pytest.raises(pl.UsageError, match="of an earlier run: go on from them with --resume"):
+        with pytest.raises(pl.UsageError, match="of an earlier run: resume it with --resume"):
             train.run(tmp_path, **{**how, "checkpoint_steps": steps})
         with pytest.raises(pl.UsageError, match="of an earlier run"):
             train.run(".", **{**how, "checkpoint_steps": steps})

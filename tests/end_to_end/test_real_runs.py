@@ -174,7 +174,7 @@ def test_processes_of_mpirun_and_srun_are_one_run(launcher, one_thread, tmp_path
 def test_a_launch_in_each_process_of_a_launcher_is_refused(monkeypatch):
     for name, text in LAUNCHERS["mpirun"].items():
         monkeypatch.setenv(name, text.format(rank=1, job=7))
-    with pytest.raises(pl.UsageError, match=r"has started 2 processes: use pl\.init there"):
+    with pytest.raises(pl.UsageError, match=r"started 2 processes: use pl\.init instead"):
         pl.launch(runs.train)
 
 
@@ -316,7 +316,7 @@ def test_a_script_that_launches_without_a_guard_is_told_to_have_one(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert 'has to stand under if __name__ == "__main__":' in done.stderr
+    assert 'must be under if __name__ == "__main__":' in done.stderr
 
 
 def test_what_is_not_there_is_refused():

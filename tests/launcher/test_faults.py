@@ -141,7 +141,7 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
         (
             "kill",
             {"strategy": "gossip", "max_restarts": 1, "limits": pl.Limits(dead_s=0.3)},
-            r"^the process that ranks are started from cannot start one: it has been stopped for",
+            r"^the fork server, which starts the ranks, cannot start one: it has been stopped for",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.launcher.join_socket import DOOR, ask
+from paceline.launcher.join_socket import SOCKET, ask
 from paceline.launcher.supervisor import Supervisor
 
 WORKERS, SAMPLES = 4, 240
@@ -294,8 +294,8 @@ def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
     assert answer == {"rank": 1}
     assert happened(found[0], "joined") == [1]
     assert set(answers(found[0])) == {0, 1, 2, 3}
-    assert not (tmp_path / DOOR).exists()
-    with pytest.raises(pl.UsageError, match="must be the folder of a run that goes on"):
+    assert not (tmp_path / SOCKET).exists()
+    with pytest.raises(pl.UsageError, match="must be the folder of a running run"):
         ask(tmp_path, {"ask": "join"})
 
 
@@ -335,8 +335,8 @@ def test_a_run_that_loses_all_its_workers_ends_by_name():
         ({"on_loss": "go on"}, r"on_loss \(go on\) must be one of continue, stop"),
         ({"strategy": "allreduce", "max_restarts": 1}, r"max_restarts \(1\) must be 0"),
         ({"max_restarts": -1}, r"max_restarts \(-1\) must be at least 0"),
-        ({"transport": "distributed", "on_loss": "continue"}, "must be shared_memory to go on"),
-        ({"faults": [pl.cut(rank=0)]}, "no links to harm"),
+        ({"transport": "distributed", "on_loss": "continue"}, "must be shared_memory to continue"),
+        ({"faults": [pl.cut(rank=0)]}, "there are no links"),
         ({"faults": [pl.kill(rank=4).at(step=0)]}, r"kill: rank \(4\) must be below 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How many workers and servers this machine can hold: refused before any process starts."""
+"""How many ranks this machine can run; a run with more is refused before any process starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
 
 PROCESS_BYTES = 150 << 20
-"""What a rank's process takes on top of what ranks share; measured with the built-in network."""
+"""The private memory of one rank's process, measured with the built-in network."""
 MAX_VIRTUAL_WORKERS = 16_000
 
 
 def check_real_workers(workers: int, strategy: Strategy | None = None) -> None:
-    """Refuse more processes than the memory holds, saying what they would need."""
+    """Refuse more processes than fit into memory; the error says how much they would need."""
     memory = memory_bytes()
     limit = max(2, memory // PROCESS_BYTES)
     for who, count in _counts(workers, strategy):
@@ -33,7 +33,7 @@ def check_real_workers(workers: int, strategy: Strategy | None = None) -> None:
 
 
 def check_virtual_workers(workers: int, strategy: Strategy | None = None) -> None:
-    """Refuse more virtual ranks than there can be threads."""
+    """Refuse more virtual ranks than this machine allows threads."""
     limit = min(MAX_VIRTUAL_WORKERS, _threads() // 2)
     for who, count in _counts(workers, strategy):
         if count > limit:
@@ -44,7 +44,7 @@ def check_virtual_workers(workers: int, strategy: Strategy | None = None) -> Non
 
 
 def _counts(workers: int, strategy: Strategy | None) -> Iterator[tuple[str, int]]:
-    """The workers; and all ranks, where the method has others: a single worker needs none."""
+    """The number of workers, and of all ranks; a single worker runs without other ranks."""
     at_least("workers", workers, 1)
     yield "workers", workers
     if strategy is not None and workers > 1:
@@ -52,17 +52,17 @@ def _counts(workers: int, strategy: Strategy | None) -> Iterator[tuple[str, int]
 
 
 def memory_bytes() -> int:
-    """The memory that processes of this machine, or of its container, may take."""
+    """The memory that processes of this machine, or of its container, may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, _number("/sys/fs/cgroup/memory.max", total))
 
 
 def _threads() -> int:
-    many = 1 << 22
+    unlimited = 1 << 22
     return min(
-        _number("/proc/sys/kernel/threads-max", many),
-        _number("/proc/sys/kernel/pid_max", many),
-        _number("/sys/fs/cgroup/pids.max", many),
+        _number("/proc/sys/kernel/threads-max", unlimited),
+        _number("/proc/sys/kernel/pid_max", unlimited),
+        _number("/sys/fs/cgroup/pids.max", unlimited),
     )
 
 

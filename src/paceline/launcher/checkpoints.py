@@ -1,4 +1,4 @@
-"""Checkpoints as who starts a run sees them: which to go on from, and those that are made."""
+"""The launcher's side of checkpoints: choose the one to resume from, and commit new ones."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class CheckpointCoordinator:
     """The checkpoints of one run.
 
     Args:
-        out: the folder of the run; without one there are none.
-        steps: make one after so many steps of the first worker.
-        minutes: make one after so many minutes.
-        keep: how many are kept.
-        resume: whether to go on from the newest that is whole, or begin where there is none.
-        disk: what they are written to.
+        out: the folder of the run; without one there are no checkpoints.
+        steps: make one each time the first worker has made so many steps.
+        minutes: make one every so many minutes.
+        keep: how many of the newest are kept.
+        resume: whether to resume from the newest intact checkpoint, if there is one.
+        disk: the operations that write them.
 
     Attributes:
-        start: the one that the run goes on from.
-        error: why the last one could not be made.
-        last: the step of the last one that was.
+        start: the checkpoint that the run resumes from.
+        error: why the last checkpoint that was due could not be made.
+        last: the step of the last checkpoint that was made.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class CheckpointCoordinator:
         self._out = None if out is None else Path(out)
         self.on = steps is not None or minutes is not None or resume
         if self.on and self._out is None:
-            raise UsageError("out (None) must be a folder, for checkpoints to be in it")
+            raise UsageError("out (None) must be a folder: checkpoints are written to it")
         self.folder = (self._out or Path()) / FOLDER
         self._steps, self._minutes, self._resume = steps, minutes, resume
         self._store = Store(self.folder, keep, disk)
-        self._heard: dict[int, list[tuple[Saved, int]]] = {}
+        self._reports: dict[int, list[tuple[Saved, int]]] = {}
         self._warned = False
         self._ranks = 0
         self.start: Checkpoint | None = None
@@ -70,7 +70,7 @@ class CheckpointCoordinator:
         self.last: int | None = None
 
     def check_strategy(self, strategy: Strategy, ranks: int, workers: int) -> None:
-        """Refuse a method whose other ranks do not come when they are called."""
+        """Refuse a method whose servers or communicators cannot be called to a checkpoint."""
         if self.on and ranks > workers and type(strategy).summon is Strategy.summon:
             raise UsageError(
                 f"checkpoints must not be used with {strategy_name(strategy)}: it has roles beside"
@@ -78,29 +78,29 @@ class CheckpointCoordinator:
             )
 
     def prepare(self, config: Mapping[str, Any], ranks: int) -> None:
-        """Find what the run goes on from, and refuse what it must not go on from or overwrite."""
+        """Choose the checkpoint to resume from; refuse one of another run, and to overwrite any."""
         if not self.on:
             if self._out is not None and self._store.has_any:
-                raise self._in_the_way()
+                raise self._existing_checkpoints()
             return
         check_out(self.folder)
         self._config, self._ranks = config, ranks
         if self._store.has_any and not self._resume:
-            raise self._in_the_way()
+            raise self._existing_checkpoints()
         self.start = self._store.newest() if self._resume else None
         if self.start is not None:
             self.start.check_config(config)
         self._store.prepare(self.start)
 
-    def _in_the_way(self) -> UsageError:
+    def _existing_checkpoints(self) -> UsageError:
         return UsageError(
-            f"out ({self.folder.parent}) holds checkpoints of an earlier run: go on from them with"
+            f"out ({self.folder.parent}) holds checkpoints of an earlier run: resume it with"
             " --resume (resume=True), or choose another folder"
         )
 
     @property
     def plan(self) -> Plan | None:
-        """What ranks have to know."""
+        """What ranks need to know about checkpoints."""
         if not self.on:
             return None
         resume = None if self.start is None else str(self.start.path.absolute())
@@ -109,42 +109,42 @@ class CheckpointCoordinator:
 
     @property
     def latecomers(self) -> list[Fault]:
-        """The workers that had been lost when the checkpoint was made: they join the run."""
-        there = range(self._ranks) if self.start is None else self.start.ranks
-        absent = [rank for rank in range(self._ranks) if rank not in there]
+        """Joins of the workers that the checkpoint lacks: they had been lost when it was made."""
+        present = range(self._ranks) if self.start is None else self.start.ranks
+        absent = [rank for rank in range(self._ranks) if rank not in present]
         return [Fault(kind="join", rank=rank, at_s=self.start_s) for rank in absent]
 
     @property
     def start_s(self) -> float:
-        """The time on the run's clock that it begins at."""
+        """The time on the run's clock at which this part of the run starts."""
         return 0.0 if self.start is None else self.start.time_s
 
-    def follow(self, book: RunRecorder) -> None:
-        """Take up what was logged before, and put down with each checkpoint what has been."""
-        self._book = book
+    def follow(self, recorder: RunRecorder) -> None:
+        """Restore the records of the checkpoint, and save this recorder's with each new one."""
+        self._recorder = recorder
         if self.start is not None:
             records = self.start.records()
-            book.restore(records["metrics"], records["events"])
+            recorder.restore(records["metrics"], records["events"])
 
-    def hear(self, saved: Saved) -> None:
-        """Hear of a rank's file; with the last one of a checkpoint, make it one."""
-        heard = self._heard.setdefault(saved.step, [])
-        heard.append((saved, len(self._book.metrics)))
-        if len(heard) == len(saved.ranks):
-            del self._heard[saved.step]
-            self._make(sorted(heard, key=lambda one: one[0].rank))
+    def add_report(self, saved: Saved) -> None:
+        """Take a rank's report on its file; the last report of a checkpoint commits it."""
+        reports = self._reports.setdefault(saved.step, [])
+        reports.append((saved, len(self._recorder.metrics)))
+        if len(reports) == len(saved.ranks):
+            del self._reports[saved.step]
+            self._commit(sorted(reports, key=lambda one: one[0].rank))
 
-    def _make(self, heard: list[tuple[Saved, int]]) -> None:
-        saved, counts = [one for one, _ in heard], {one.rank: count for one, count in heard}
+    def _commit(self, reports: list[tuple[Saved, int]]) -> None:
+        saved, counts = [one for one, _ in reports], {one.rank: count for one, count in reports}
         step, self.error = saved[0].step, next((one.error for one in saved if one.error), None)
         if self.error is None:
             metrics = [
                 record
-                for number, record in enumerate(self._book.metrics)
-                if number < counts.get(record["rank"], len(self._book.metrics))
+                for number, record in enumerate(self._recorder.metrics)
+                if number < counts.get(record["rank"], len(self._recorder.metrics))
             ]
             try:
-                records = {"metrics": metrics, "events": [*self._book.events]}
+                records = {"metrics": metrics, "events": [*self._recorder.events]}
                 self._store.commit(saved, self._config, records)
                 self.last = step
                 return
@@ -155,12 +155,12 @@ class CheckpointCoordinator:
             self._warned = True
             warnings.warn(
                 f"the checkpoint of step {step} could not be saved in {self.folder}: {self.error};"
-                " training goes on, and the one before is still there",
+                " training continues, and the previous checkpoint is kept",
                 stacklevel=2,
             )
 
     def facts(self) -> dict[str, Any]:
-        """What the result of the run tells of them."""
+        """The entries on checkpoints in the run's result."""
         resumed_at = None if self.start is None else self.start.step
         return {
             "checkpoint": self.last,
@@ -168,11 +168,11 @@ class CheckpointCoordinator:
             "resumed_at": resumed_at,
         }
 
-    def told_of_last(self) -> str:
-        """Where a run that was told to end can be taken up."""
+    def how_to_resume(self) -> str:
+        """How to resume a run that a signal ended."""
         if self.last is None:
-            return f"no checkpoint could be made: {self.error}"
+            return f"its checkpoint could not be made: {self.error}"
         return (
-            f"its checkpoint of step {self.last} is saved: go on from it with --out"
+            f"its checkpoint of step {self.last} is saved: resume with --out"
             f" {self.folder.parent} --resume (resume=True)"
         )

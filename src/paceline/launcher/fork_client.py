@@ -1,4 +1,4 @@
-"""The launcher's end of the fork server: :mod:`paceline.launcher.fork_server` is the other."""
+"""The launcher's side of the fork server, :mod:`paceline.launcher.fork_server`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from paceline.errors import PacelineError
 from paceline.launcher.fork_server import receive_message, send_message
 from paceline.launcher.rank_process import Message
 
-STARTER = "the process that ranks are started from"
-
 
 class ForkServer:
-    """The launcher's end of :mod:`paceline.launcher.fork_server`; it serves one run at a time."""
+    """A fork server as the launcher sees it; it serves one run at a time."""
 
     _idle: ClassVar[list[ForkServer]] = []
     _choosing: ClassVar[threading.Lock] = threading.Lock()
@@ -34,13 +32,13 @@ class ForkServer:
         self.was_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
         started = threading.Event()
-        threading.Thread(target=self._keep, args=(theirs, started), daemon=True).start()
+        threading.Thread(target=self._run, args=(theirs, started), daemon=True).start()
         started.wait()
 
-    def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
+    def _run(self, theirs: socket.socket, started: threading.Event) -> None:
         """Start the process and wait for its end: it dies with the thread that started it.
 
-        It ignores Ctrl-C, which is the launcher's to handle, from its first moment on.
+        SIGINT is blocked from its start, because only the launcher handles Ctrl-C.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         command = [sys.executable, "-m", "paceline.launcher.fork_server", str(theirs.fileno())]
@@ -57,38 +55,38 @@ class ForkServer:
     @classmethod
     @contextmanager
     def borrow(cls) -> Iterator[ForkServer]:
-        """A fork server that nobody else uses now: an idle one, or a new one."""
+        """A fork server for one run: an idle one, or a new one."""
         cls.warm_up()
         with cls._choosing:
             fork_server = cls._idle.pop() if cls._idle else cls()
         try:
             yield fork_server
         finally:
-            if (
-                fork_server.is_stopped() or fork_server.was_stopped
-            ):  # it may yet tell of ranks of this run
+            # one that was stopped may still send messages about ranks of this run
+            if fork_server.is_stopped() or fork_server.was_stopped:
                 fork_server.end()
             else:
                 cls._idle.append(fork_server)
 
     @classmethod
     def warm_up(cls) -> None:
-        """Start a fork server for a run that comes soon, unless there is an idle one."""
+        """Start a fork server ahead of the next run, unless there is an idle one."""
         with cls._choosing:
-            for fork_server in [n for n in cls._idle if n.has_ended() or n.is_stopped()]:
-                cls._idle.remove(fork_server)
-                fork_server.end()
+            for server in list(cls._idle):
+                if server.has_ended() or server.is_stopped():
+                    cls._idle.remove(server)
+                    server.end()
             if not cls._idle:
                 cls._idle.append(cls())
 
     @classmethod
     def stop_idle(cls) -> None:
-        """End the fork servers of this process, and wait for their end."""
+        """End the idle fork servers of this process, and wait until they have ended."""
         while cls._idle:
             cls._idle.pop().end()
 
     def end(self) -> None:
-        """End the process, also one that is stopped, and wait for that."""
+        """End the process, even if it is stopped, and wait until it has ended."""
         self.socket.close()
         if self._process is not None:
             self._process.kill()
@@ -96,7 +94,7 @@ class ForkServer:
 
     @classmethod
     def idle_pids(cls) -> set[int]:
-        """The fork servers of this process that wait for its next run."""
+        """The pids of the idle fork servers of this process."""
         return {
             fork_server._process.pid
             for fork_server in cls._idle
@@ -104,17 +102,17 @@ class ForkServer:
         }
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, or never came."""
+        """Whether the process has ended, or was never started."""
         return self._process is None or self._process.poll() is not None
 
     def is_stopped(self) -> bool:
-        """Whether the process is stopped now, and so tells nothing; that is remembered."""
+        """Whether the process is stopped now; ``was_stopped`` remembers it."""
         stopped = self._process is not None and is_stopped(self._process.pid)
         self.was_stopped = self.was_stopped or stopped
         return stopped
 
     def start(self, config: Message, fds: Sequence[int], limits: Limits) -> int:
-        """Start a rank with file descriptors of its own; return its pid."""
+        """Start a rank with its own file descriptors; return its pid."""
         itself = Processes(lambda _: self._process.pid if self._process else 0, limits)
         try:
             send_message(self.socket, config, [1, 2, *fds])
@@ -124,16 +122,16 @@ class ForkServer:
             while not readable([self.socket.fileno()]):
                 if reason := itself.why_stopped(0):
                     raise _fork_server_lost(f"cannot start one: {reason}")
-            if (pid := self.hear()) is not None:
+            if (pid := self.receive()) is not None:
                 self.ended.pop(pid, None)
                 return pid
 
-    def hear(self) -> int | None:
-        """Hear one message: the pid of a rank that started, or that one has ended."""
-        heard = receive_message(self.socket)
-        if heard is None:
+    def receive(self) -> int | None:
+        """Receive one message; the pid of a rank that started, or None when a rank has ended."""
+        received = receive_message(self.socket)
+        if received is None:
             raise _fork_server_lost("has ended, and the ranks with it")
-        message, _ = heard
+        message, _ = received
         if "started" in message:
             return int(message["started"])
         self.ended[message["ended"]] = message["code"]
@@ -141,14 +139,14 @@ class ForkServer:
 
 
 def _fork_server_lost(what: str) -> PacelineError:
-    """The error of a run that has lost the process its ranks are started from."""
-    error = PacelineError(f"{STARTER} {what}")
+    """The error of a run that has lost its fork server."""
+    error = PacelineError(f"the fork server, which starts the ranks, {what}")
     error.exit_code = 3
     return error
 
 
 def readable(fds: Sequence[int]) -> set[int]:
-    """Which of ``fds`` can be read, now or a little later."""
+    """Which of ``fds`` can be read; waits up to 200 ms for the first."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -1,8 +1,8 @@
-"""The process that ranks are born from: it has torch loaded, and forks one in milliseconds.
+"""The fork server: a process that has torch loaded, and so starts a rank in milliseconds.
 
 ``python -m paceline.launcher.fork_server FD`` serves one launcher over the socket FD. For each
-request it forks a rank, tells its pid, and later how it ended. A rank dies with the fork server,
-and the fork server with its launcher, whatever ends them: nothing of a run outlives it.
+request it forks a rank and reports its pid, and later its exit code. A rank dies with the fork
+server, and the fork server with its launcher, whatever ends them: no process outlives its run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def send_message(
     sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None
 ) -> None:
-    """Send one JSON message, and file descriptors with it."""
+    """Send one JSON message together with file descriptors."""
     body = json.dumps(message).encode()
     header = struct.pack("!I", len(body))
     socket.send_fds(sock, [header], fds or [])
@@ -34,7 +34,7 @@ def send_message(
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive one message and its file descriptors; None when the other side has ended."""
+    """Receive one message and its file descriptors; None if the other side has ended."""
     try:
         header, fds, _, _ = socket.recv_fds(sock, 4, _MAX_FDS)
         if not header:
@@ -46,7 +46,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
             if not part:
                 return None
             body += part
-    except ConnectionResetError:  # it was killed before it had read what was sent to it
+    except ConnectionResetError:  # the other side was killed before it read our message
         return None
     return json.loads(body), fds
 
@@ -61,7 +61,7 @@ def die_with_parent() -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """Fork ranks on request until the launcher is gone."""
+    """Fork ranks on request until the launcher has ended."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -131,7 +131,7 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
 def main() -> None:
     """Load what every rank needs, then serve.
 
-    Signals are the launcher's to handle, also those that go to a whole group of processes.
+    Only the launcher handles signals, even those that are sent to the whole process group.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -140,7 +140,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     import torch
 
-    torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch loads its compiler at the first one
+    torch.optim.SGD([torch.zeros(1)]).zero_grad()  # the first call loads torch's compiler
     gc.collect()
     gc.freeze()
     serve(sock)

@@ -1,4 +1,4 @@
-"""A rank in a process that another launcher has started: torchrun, mpirun, srun, Ray, or nobody."""
+"""A rank in a process that another launcher started (torchrun, mpirun, srun, Ray), or alone."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ from paceline.training.worker import Worker
 def init(spec: InitSpec) -> Iterator[Worker]:
     """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
-    The launcher's environment variables say who this process is; without them it is a world of one.
-    On leaving the block the worker is finished. A rank that is no worker ends inside it. When a
-    rank is lost, all others end, with a sentence that names it and exit code 3. Strategy and seed
-    must be the same on every rank; ``out`` gets this rank's trace and metrics, and rank 0's model.
+    The launcher's environment variables give this process its rank; without them it is the only
+    worker. Leaving the block finishes the worker. A server or communicator serves, and its process
+    ends inside the block. When a rank is lost, all others end with exit code 3 and a message that
+    names it. Strategy and seed must be the same on every rank. ``out`` gets this rank's trace and
+    metrics, and rank 0's model.
 
     Raises:
         NotSaved: the model could not be written to ``out``.
     """
-    with _ending_in_words(), _rank_0_alone_in(spec), _attending(spec) as session:
+    with _exit_when_lost(), _folder_of_rank_0(spec), _joined(spec) as session:
         yield Worker(session)
 
 
 @contextmanager
-def _rank_0_alone_in(spec: InitSpec) -> Iterator[None]:
-    """Have rank 0 keep other runs out of the folder; without it the other ranks do not begin."""
+def _folder_of_rank_0(spec: InitSpec) -> Iterator[None]:
+    """Lock the folder on rank 0; the other ranks do not start without rank 0."""
     with claim(spec.out if launched().rank == 0 else None):
         yield
 
 
 @contextmanager
-def _ending_in_words() -> Iterator[None]:
-    """End this process with a sentence, and the code for it, when a rank was lost."""
+def _exit_when_lost() -> Iterator[None]:
+    """End this process with a message and an exit code when a rank was lost."""
     try:
         yield
     except (PeerLost, CommTimeout, NotLaunched) as error:
@@ -73,13 +74,13 @@ def _ending_in_words() -> Iterator[None]:
 
 
 @contextmanager
-def _attending(spec: InitSpec) -> Iterator[Session]:
-    """The rank of this process; see :func:`init`."""
+def _joined(spec: InitSpec) -> Iterator[Session]:
+    """The session of this process; see :func:`init`."""
     if spec.out is not None:
         check_out(spec.out)
-    place = launched()
+    process = launched()
     try:
-        transport = _connect(place, spec.limits or Limits(), spec.rank_order)
+        transport = _connect(process, spec.limits or Limits(), spec.rank_order)
     except RunLost as end:
         raise end.loss from None
     workers = workers_in(spec.method, transport.size) if transport.size > 1 else 1
@@ -91,7 +92,7 @@ def _attending(spec: InitSpec) -> Iterator[Session]:
         spec.method,
         workers=workers,
         seed=spec.seed,
-        device=spec.device_of(place.local_rank),
+        device=spec.device_of(process.local_rank),
         listener=_ToFiles(files, spec),
     )
     try:
@@ -120,14 +121,14 @@ def _attending(spec: InitSpec) -> Iterator[Session]:
 def attend(
     train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
 ) -> Result | None:
-    """Run ``train(worker)`` in this process of a launcher's; the result, on rank 0."""
-    book, began_s = RunRecorder(None, spec.on_metric), time.monotonic()
+    """Run ``train(worker)`` in this process of another launcher; rank 0 returns the result."""
+    recorder, began_s = RunRecorder(None, spec.on_metric), time.monotonic()
     not_saved = None
     try:
-        with _attending(replace(spec, on_metric=book.metric)) as session:
+        with _joined(replace(spec, on_metric=recorder.metric)) as session:
             if workers not in (None, session.size):
-                must = f"must be {session.size}, as the launcher says"
-                raise UsageError(f"workers ({workers}) {must}")
+                rule = f"must be {session.size}, as the launcher says"
+                raise UsageError(f"workers ({workers}) {rule}")
             train(Worker(session), **arguments)
             session.finish()
             summaries = gather_summaries(session)
@@ -135,7 +136,7 @@ def attend(
         not_saved = error
     if session.rank != 0:
         return None
-    result = book.result(
+    result = recorder.result(
         strategy_name(session.strategy),
         summaries,
         workers=session.size,
@@ -161,7 +162,7 @@ def attend(
 
 
 def gather_summaries(session: Session) -> list[Summary]:
-    """The summaries of all workers; each has to ask for them."""
+    """The summaries of all workers; every worker must call this."""
     import torch
 
     own = summary_of(session).numbers()
@@ -172,7 +173,7 @@ def gather_summaries(session: Session) -> list[Summary]:
 
 
 class _ToFiles(Listener):
-    """Writes down what a rank tells, in the folder of the run, and says what people should know."""
+    """Writes the metrics of a rank to the run's folder, and prints important events."""
 
     def __init__(self, files: RankFiles, spec: InitSpec) -> None:
         self._files, self._on_metric = files, spec.on_metric
@@ -186,14 +187,14 @@ class _ToFiles(Listener):
         print_event(record)
 
 
-def _connect(place: Launched, limits: Limits, rank_order: bool) -> Transport:
+def _connect(process: Launched, limits: Limits, rank_order: bool) -> Transport:
     from paceline.comm.solo import SoloTransport
     from paceline.comm.torch_distributed.transport import connect_launched
 
-    if place.size == 1:
+    if process.size == 1:
         return SoloTransport()
 
-    def tell(loss: PeerLost) -> None:
-        print(f"paceline: {loss}, on rank {place.rank}", file=sys.stderr, flush=True)
+    def report(loss: PeerLost) -> None:
+        print(f"paceline: {loss}, on rank {process.rank}", file=sys.stderr, flush=True)
 
-    return connect_launched(place, limits, rank_order=rank_order, tell=tell)
+    return connect_launched(process, limits, rank_order=rank_order, tell=report)

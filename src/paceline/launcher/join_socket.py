@@ -1,6 +1,6 @@
-"""A run's door: the socket in its folder at which the launcher can be asked to take a worker in.
+"""The socket in a run's folder through which the launcher can be asked to add a worker.
 
-It is a Unix socket that only its user may open. A question and its answer are a line of JSON each.
+It is a Unix socket that only its user may open. A request and its reply are one JSON object each.
 """
 
 from __future__ import annotations
@@ -15,66 +15,69 @@ from typing import Any
 
 from paceline.errors import UsageError
 
-DOOR = "control"
-ANSWER_S = 10.0
+SOCKET = "control"
+REPLY_TIMEOUT_S = 10.0
 MOST_BYTES = 4096
 
-Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class JoinSocket:
-    """The launcher's end, in the folder of the run."""
+    """The launcher's side, in the folder of the run."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / DOOR
+        self._path = folder / SOCKET
         self._path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
-            with _short(folder) as short:
-                self._socket.bind(f"{short}/{DOOR}")
+            with _short_path(folder) as short:
+                self._socket.bind(f"{short}/{SOCKET}")
         finally:
             os.umask(before)
         self._socket.listen()
 
     def fileno(self) -> int:
-        """What can be read when somebody asks."""
+        """The descriptor that becomes readable when a request arrives."""
         return self._socket.fileno()
 
-    def answer(self, answer: Answer) -> None:
-        """Answer one question; who asks something else, or nothing, is not heard."""
+    def answer(self, handle: Handler) -> None:
+        """Reply to one request; anything malformed is ignored."""
         connection, _ = self._socket.accept()
         with connection, suppress(OSError, ValueError):
             connection.settimeout(1.0)
-            question = json.loads(connection.recv(MOST_BYTES))
-            if isinstance(question, dict):
-                connection.sendall(json.dumps(answer(question)).encode())
+            request = json.loads(connection.recv(MOST_BYTES))
+            if isinstance(request, dict):
+                connection.sendall(json.dumps(handle(request)).encode())
 
     def close(self) -> None:
-        """Close it, and leave nothing behind."""
+        """Close the socket and remove its file."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
 
-def ask(folder: str | os.PathLike[str], question: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the launcher of the run in a folder, and wait for its answer."""
+def ask(folder: str | os.PathLike[str], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Send a request to the launcher of the run in a folder, and wait for its reply."""
     path = Path(folder)
     try:
-        with _short(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-            line.settimeout(ANSWER_S)
-            line.connect(f"{short}/{DOOR}")
-            line.sendall(json.dumps(question).encode())
-            told: dict[str, Any] = json.loads(line.recv(MOST_BYTES))
+        with (
+            _short_path(path) as short,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer,
+        ):
+            peer.settimeout(REPLY_TIMEOUT_S)
+            peer.connect(f"{short}/{SOCKET}")
+            peer.sendall(json.dumps(request).encode())
+            reply: dict[str, Any] = json.loads(peer.recv(MOST_BYTES))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it does not answer"
-        message = f"join ({folder}) must be the folder of a run that goes on: {reason}"
+        reason = getattr(error, "strerror", None) or "it does not reply"
+        message = f"join ({folder}) must be the folder of a running run: {reason}"
         raise UsageError(message) from None
-    return told
+    return reply
 
 
 @contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """The folder under a name that is short enough for a socket's address."""
+def _short_path(folder: Path) -> Iterator[str]:
+    """A path of the folder that is short enough for a socket's address."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{fd}"

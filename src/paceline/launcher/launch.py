@@ -35,9 +35,9 @@ from paceline.training.session import Session
 from paceline.training.summary import summary_of
 
 STOPPED: Message = {"stopped": True}
-"""What a rank returns that has ended after a last checkpoint."""
-_DECISIVE = ("train", "workers", "seed", "device", "arguments")
-"""What must be the same for a run to go on from a checkpoint."""
+"""What a rank returns when it ended after a final checkpoint."""
+_MUST_MATCH = ("train", "workers", "seed", "device", "arguments")
+"""What must be the same when a run resumes from a checkpoint."""
 
 
 @takes(LaunchSpec)
@@ -47,7 +47,7 @@ def launch(spec: LaunchSpec) -> Result:
     Raises:
         WorkerFailed: ``train`` raised on a rank; the message holds that rank's traceback.
         PeerLost: a rank died, or was stopped for longer than ``limits.dead_s``.
-        Interrupted: a signal told the run to end; with checkpoints, it has made one.
+        Interrupted: a signal ended the run, after a final checkpoint if checkpoints are on.
     """
     began_s = time.monotonic()
     refuse_in_rank()
@@ -58,16 +58,16 @@ def launch(spec: LaunchSpec) -> Result:
 
 def _launch(spec: LaunchSpec, began_s: float) -> Result:
     policy, checkpoints = spec.policy(), spec.checkpoints()
-    common = _told_to_ranks(spec, policy)
-    decisive = {name: common[name] for name in _DECISIVE}
-    checkpoints.prepare({"strategy": repr(spec.method), **decisive}, spec.size)
+    common = _config_of_ranks(spec, policy)
+    must_match = {name: common[name] for name in _MUST_MATCH}
+    checkpoints.prepare({"strategy": repr(spec.method), **must_match}, spec.size)
     common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
-    book = RunRecorder(spec.out, spec.on_metric)
-    checkpoints.follow(book)
+    recorder = RunRecorder(spec.out, spec.on_metric)
+    checkpoints.follow(recorder)
     if not spec.trace:
-        book.no_trace()
-    book.write_config(_config(spec, policy, common))
-    hear = _listeners(spec, book, checkpoints)
+        recorder.no_trace()
+    recorder.write_config(_config(spec, policy, common))
+    handlers = _handlers(spec, recorder, checkpoints)
     try:
         with Stop(checkpoints.on) as stop:
             returned = run_ranks(
@@ -75,18 +75,18 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 [common] * spec.size,
                 transport=spec.transport,
                 limits=spec.limits,
-                on_message=lambda rank, message: hear[message["kind"]](message["record"]),
-                losses=policy if spec.shares_memory else None,
+                on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
+                policy=policy if spec.shares_memory else None,
                 faults=[*spec.faults, *checkpoints.latecomers],
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,
             )
     finally:
-        book.close(ranks=spec.size)
+        recorder.close(ranks=spec.size)
     if STOPPED in returned:
-        raise stop.error(checkpoints.told_of_last())
-    return book.result(
+        raise stop.error(checkpoints.how_to_resume())
+    return recorder.result(
         strategy_name(spec.method),
         [Summary(**summary) for summary in returned if summary is not None],
         workers=spec.workers,
@@ -97,8 +97,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     )
 
 
-def _told_to_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
-    """What every rank has to know of the run."""
+def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
+    """The configuration that every rank gets."""
     return {
         "train": spec.train if isinstance(spec.train, dict) else refer_to(spec.train),
         "strategy": pack_strategy(spec.method),
@@ -114,7 +114,7 @@ def _told_to_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
 
 
 def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Message:
-    """What the run was asked to do, for its folder."""
+    """The configuration of the run, for its folder."""
     return {
         "world": spec.transport,
         **common,
@@ -127,29 +127,29 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
     }
 
 
-def _listeners(
-    spec: LaunchSpec, book: RunRecorder, checkpoints: CheckpointCoordinator
+def _handlers(
+    spec: LaunchSpec, recorder: RunRecorder, checkpoints: CheckpointCoordinator
 ) -> dict[str, Callable[[Message], None]]:
-    """Who hears what ranks tell, by its kind."""
+    """The handler of each kind of message that ranks send."""
     return {
-        "metric": book.metric,
-        "event": book.event,
-        "no_trace": lambda record: book.no_trace(record["reason"]),
+        "metric": recorder.metric,
+        "event": recorder.event,
+        "no_trace": lambda record: recorder.no_trace(record["reason"]),
         "progress": spec.on_progress or (lambda record: None),
-        "saved": lambda record: checkpoints.hear(
+        "saved": lambda record: checkpoints.add_report(
             Saved(**{**record, "ranks": tuple(record["ranks"])})
         ),
     }
 
 
 def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
-    """The program of a launched rank."""
+    """The program of each launched rank."""
     files = RankFiles(
         argument["out"],
         transport.rank,
         goes_on=transport.late,
         trace=argument["trace"],
-        on_no_trace=lambda why: channel.send({"kind": "no_trace", "record": {"reason": why}}),
+        on_no_trace=lambda text: channel.send({"kind": "no_trace", "record": {"reason": text}}),
     )
     checkpointing = _participant(argument["checkpoints"], channel)
     seed_user_generators(argument["seed"], transport.rank)
@@ -177,7 +177,7 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
 
 
 class _ToLauncher(Listener):
-    """Sends what a rank tells to the process that launched it."""
+    """Sends metrics, progress and events of a rank to its launcher."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -196,9 +196,9 @@ class _ToLauncher(Listener):
 
 
 def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipant | None:
-    """Who keeps the state of a launched rank; signals ask for a last checkpoint.
+    """The participant that saves a launched rank's state; signals request a final checkpoint.
 
-    SIGTERM as well: it may be sent to all processes of a job at once.
+    SIGTERM does too, because it may be sent to all processes of a job at once.
     """
     if plan is None:
         return None
@@ -211,10 +211,10 @@ def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipan
 
 
 def _refuse_under_launcher() -> None:
-    """Refuse to start processes in each process of another launcher: so many runs, side by side."""
+    """Refuse to launch in each process of another launcher: that would start many runs at once."""
     size = launched().size
     if size > 1:
         raise UsageError(
-            f"pl.launch must not be called under a launcher, which has started {size} processes:"
-            " use pl.init there, or start the script once"
+            f"pl.launch must not be called under another launcher, which started {size} processes:"
+            " use pl.init instead, or start the script without that launcher"
         )

@@ -1,4 +1,4 @@
-"""Faults that a real rank does to itself: those that happen at one of its own steps."""
+"""Faults that a real rank inflicts on itself: those that are due at one of its steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class OwnFaults:
-    """Called before each step of a rank: kills, stops or slows it down when that is due.
+    """Called before each step of a rank; kills, stops or slows it down when that is due.
 
-    What happens at a time is done by the launcher, except for slowing down. ``before_end`` is
-    called before a rank is killed.
+    The launcher injects faults that are due at a time, except for slowing down. ``before_end`` is
+    called before the rank is killed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class OwnFaults:
         self._slow_since: dict[Fault, float] = {}
 
     def __call__(self, step: int) -> None:
-        """Hear that a step begins."""
+        """Inject the faults that are due before ``step``."""
         now_s = self._transport.now()
         for fault in self._faults:
             if fault.kind == "slow" and self._is_slow(fault, step, now_s):
@@ -46,7 +46,7 @@ class OwnFaults:
                 self._before_end()
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.at_step == step and fault.kind == "freeze":
-                self._tell("stopped", now_s)
+                self._report("stopped", now_s)
                 if fault.for_s is not None:
                     self._channel.send({"kind": "thaw", "for_s": fault.for_s})
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,9 +56,9 @@ class OwnFaults:
         due = now_s >= (fault.at_s or 0.0) if fault.at_step is None else step >= fault.at_step
         if due and fault not in self._slow_since:
             self._slow_since[fault] = now_s
-            self._tell("slowed", now_s)
+            self._report("slowed", now_s)
         return due and (fault.for_s is None or now_s < self._slow_since[fault] + fault.for_s)
 
-    def _tell(self, event: str, now_s: float) -> None:
-        told = {"t": now_s, "event": event, "rank": self._transport.rank}
-        self._channel.send({"kind": "event", "record": told})
+    def _report(self, event: str, now_s: float) -> None:
+        record = {"t": now_s, "event": event, "rank": self._transport.rank}
+        self._channel.send({"kind": "event", "record": record})

@@ -1,4 +1,4 @@
-"""What happens on one rank of a run, wherever it runs: train, finish, and say where it failed."""
+"""Train on one rank, in a real or a simulated process, and note where it failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.training.worker import Worker
 
 
 def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> None:
-    """Train and finish; a rank that serves ends in ``worker.setup``."""
+    """Train and finish; a serving rank ends in ``worker.setup``."""
     try:
         train(Worker(session), **arguments)
         session.finish()
@@ -27,5 +27,5 @@ def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> No
 
 
 def note_place(error: PacelineError, session: Session) -> None:
-    """Say with an error where and when it came about."""
+    """Note on which rank and when an error occurred."""
     error.add_note(f"on rank {session.rank} at {session.world.now():.6f} s")

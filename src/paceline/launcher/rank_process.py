@@ -1,7 +1,7 @@
-"""A rank in a process of its own, and its pipe to the launcher.
+"""A rank in its own process, and its pipe to the launcher.
 
-On the pipe the rank says what it logs, how it failed and what it returns, a line of JSON each.
-Nothing is pickled.
+The rank sends what it logs, how it failed and what it returns, as one line of JSON each. Nothing
+is pickled.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ Message = dict[str, Any]
 
 
 in_rank = False
-"""Whether this process is a rank; one cannot launch."""
+"""Whether this process is a rank; a rank cannot launch another run."""
 
 
 def refuse_in_rank() -> None:
     """Refuse to launch in a rank."""
     if in_rank:
         raise UsageError(
-            "a rank must not launch: ranks read the script anew, so what starts the run has to"
-            ' stand under if __name__ == "__main__":'
+            "a rank must not launch: each rank imports the script again, so the call that starts"
+            ' the run must be under if __name__ == "__main__":'
         )
 
 
 class Channel:
-    """A rank's way to tell its launcher something."""
+    """Sends messages from a rank to its launcher."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.RLock()
 
     def send(self, message: Message) -> None:
-        """Send one message, whole and in one piece; a launcher that is gone does not mind.
+        """Send one message without interruption; does nothing if the launcher has ended.
 
-        A pipe takes 64 KB at a time, and a signal cuts the write of a longer one short. So signals
-        wait until all of it is written: their handlers may raise, or send something themselves.
+        A pipe takes 64 KB at a time, and a signal would interrupt the write of a longer message.
+        Signals wait until all of it is written, because their handlers may raise or send messages.
         """
         data = memoryview(json.dumps(message).encode() + b"\n")
-        with self._lock, _signals_wait(), suppress(BrokenPipeError):
+        with self._lock, _signals_blocked(), suppress(BrokenPipeError):
             while data:
                 data = data[os.write(self._fd, data) :]
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Have no signal handled in this thread meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def _signals_blocked() -> Iterator[None]:
+    """Block all signals in this thread."""
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
 
 
 def rank_main(config: Message, fds: list[int]) -> int:
-    """The life of a rank, from its fork to its exit code."""
+    """The main function of a rank's process; returns its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(ASK, signal.SIG_IGN)
     os.environ.clear()
@@ -87,7 +87,7 @@ def rank_main(config: Message, fds: list[int]) -> int:
     sys.argv[:] = config["argv"]
     sys.path[:] = config["path"]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whole lines, so that ranks do not mix theirs
+        if isinstance(stream, io.TextIOWrapper):  # whole lines, so that ranks' output does not mix
             stream.reconfigure(line_buffering=True, write_through=False)
     channel = Channel(fds[0])
     global in_rank
@@ -99,12 +99,12 @@ def rank_main(config: Message, fds: list[int]) -> int:
         transport = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
         channel.send({"kind": "entered"})
         if transport.late and not config["seen"] and config["rank"] not in config["late"]:
-            return 1  # who was here before was not able to say so: it was lost
+            return 1  # an earlier process took this rank and was lost before it could report that
         value = find(config["program"])(transport, channel, config["argument"])
         transport.close()
         channel.send({"kind": "value", "value": value})
         return 0
-    except Outlived:  # it is lost, and another may follow it
+    except Outlived:  # this rank counts as lost, and may be restarted
         return 1
     except BaseException as error:
         error = error.loss if isinstance(error, RunLost) else error
@@ -112,7 +112,7 @@ def rank_main(config: Message, fds: list[int]) -> int:
         return getattr(error, "exit_code", 1)
 
 
-def _connect(config: Message, fd: int, tell: Callable[[PeerLost], None]) -> Transport:
+def _connect(config: Message, fd: int, report: Callable[[PeerLost], None]) -> Transport:
     rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
     if config["transport"] == "shared_memory":
         from paceline.comm.shared.transport import SharedMemoryTransport
@@ -122,7 +122,7 @@ def _connect(config: Message, fd: int, tell: Callable[[PeerLost], None]) -> Tran
         return SharedMemoryTransport(fd, rank, size, limits, started_s, late, elastic, workers)
     from paceline.comm.torch_distributed.transport import connect_on_loopback
 
-    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], tell)
+    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], report)
 
 
 def _describe(error: BaseException) -> Message:

@@ -30,13 +30,13 @@ from paceline.training.summary import summary_of
 
 @takes(SimulationSpec)
 def simulate(spec: SimulationSpec) -> Result:
-    """Run ``train(worker)`` on simulated workers in virtual time: a function of its arguments.
+    """Run ``train(worker)`` on simulated workers in virtual time; same arguments, same result.
 
     Raises:
         WorkerFailed: ``train`` raised on a rank.
         PeerLost: a rank that others needed was killed, or frozen for too long.
-        Deadlock: every rank waited for another.
-        PacelineError: a replay came to something else than what was recorded.
+        Deadlock: every rank was waiting.
+        PacelineError: a replay departed from the recorded run.
     """
     began_s = time.monotonic()
     with claim(spec.out):
@@ -46,17 +46,17 @@ def simulate(spec: SimulationSpec) -> Result:
 def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     same = {"workers": spec.workers, "strategy": repr(spec.method), "seed": spec.seed}
     same["arguments"] = dict(spec.arguments or {})
-    record = _recorded(spec, same)
-    # a run that was recorded to its end went on after its losses
+    record = _open_replay(spec, same)
+    # a recorded run that finished has continued after its losses
     policy = spec.policy("continue" if record is not None and record.lost else None)
-    train = _found(spec.train) if isinstance(spec.train, dict) else spec.train
+    train = _find_train(spec.train) if isinstance(spec.train, dict) else spec.train
     checkpoints = spec.checkpoints()
     if checkpoints.on and record is not None:
         raise UsageError("replay must not be used with checkpoints")
     cluster = asdict(spec.loaded_cluster)
     checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
-    book = RunRecorder(spec.out, spec.on_metric)
-    checkpoints.follow(book)
+    recorder = RunRecorder(spec.out, spec.on_metric)
+    checkpoints.follow(recorder)
     world = World(
         spec.loaded_cluster,
         spec.size,
@@ -65,19 +65,19 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         faults=[*spec.all_faults, *checkpoints.latecomers],
         homes=[spec.method.home(rank, spec.workers) for rank in range(spec.size)],
         losses=policy,
-        on_event=book.event,
+        on_event=recorder.event,
         start_s=checkpoints.start_s,
     )
-    book.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
-    file = book.folder.trace if book.folder and spec.trace else None
+    recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
+    file = recorder.folder.trace if recorder.folder and spec.trace else None
     trace = Trace(file, lambda: world.calendar.now_s)
-    ranks = _Ranks(spec, train, world, policy, checkpoints, book, trace, record)
+    ranks = _Ranks(spec, train, world, policy, checkpoints, recorder, trace, record)
     try:
         world.run(ranks.run)
     finally:
         trace_hash = trace.close()
-        book.close()
-    return book.result(
+        recorder.close()
+    return recorder.result(
         strategy_name(spec.method),
         ranks.summaries,
         workers=spec.workers,
@@ -92,33 +92,33 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     )
 
 
-class _ToBook(Listener):
-    """Writes down what a rank tells."""
+class _ToRecorder(Listener):
+    """Passes metrics, progress and events of a rank to the run's recorder."""
 
-    def __init__(self, book: RunRecorder, spec: SimulationSpec) -> None:
-        self._book, self._on_progress = book, spec.on_progress
+    def __init__(self, recorder: RunRecorder, spec: SimulationSpec) -> None:
+        self._recorder, self._on_progress = recorder, spec.on_progress
 
     def metric(self, record: Metric) -> None:
-        self._book.metric(record)
+        self._recorder.metric(record)
 
     def progress(self, record: Metric) -> None:
         if self._on_progress is not None:
             self._on_progress(record)
 
     def event(self, record: Metric) -> None:
-        self._book.event(record)
+        self._recorder.event(record)
 
 
 @dataclass
 class _Ranks:
-    """The program of every simulated rank, and what they leave."""
+    """The program of every simulated rank, and their summaries."""
 
     spec: SimulationSpec
     train: Train
     world: World
     policy: MembershipPolicy
     checkpoints: CheckpointCoordinator
-    book: RunRecorder
+    recorder: RunRecorder
     trace: Trace
     record: Replay | None
     summaries: list[Summary] = field(default_factory=list)
@@ -144,21 +144,22 @@ class _Ranks:
         metered.close()
 
     def _session(self, transport: MeteredTransport, rank: int) -> Session:
-        plan = self.checkpoints.plan
+        plan, add_report = self.checkpoints.plan, self.checkpoints.add_report
+        participant = CheckpointParticipant(plan, add_report) if plan is not None else None
         return Session(
             transport,
             make_strategy(self.spec.method),
             workers=self.spec.workers,
             seed=self.spec.seed,
             costs=self.world.costs[rank],
-            listener=_ToBook(self.book, self.spec),
+            listener=_ToRecorder(self.recorder, self.spec),
             elastic=self.policy.goes_on,
-            checkpointing=CheckpointParticipant(plan, self.checkpoints.hear) if plan else None,
+            checkpointing=participant,
         )
 
 
 def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:
-    """What the run was asked to do, for its folder."""
+    """The configuration of the run, for its folder."""
     model = spec.loaded_cluster.stands_for
     return {
         "spec": strategy_spec(spec.method),
@@ -172,8 +173,8 @@ def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dic
     }
 
 
-def _found(train: Reference) -> Train:
-    """The training function that is meant."""
+def _find_train(train: Reference) -> Train:
+    """The training function of a reference."""
     try:
         program = find(train)
     except Exception as error:
@@ -183,8 +184,8 @@ def _found(train: Reference) -> Train:
     return cast(Train, program)
 
 
-def _recorded(spec: SimulationSpec, same: Mapping[str, Any]) -> Replay | None:
-    """What is to be followed; refuses a run that is not the ``same``."""
+def _open_replay(spec: SimulationSpec, same: Mapping[str, Any]) -> Replay | None:
+    """The recorded run to follow; refuses one that differs in what must be the ``same``."""
     if spec.replay is None:
         return None
     if spec.all_faults:

@@ -1,7 +1,7 @@
-"""Every knob of a run: declared, checked and documented here, and nowhere else.
+"""Every option of a run: declared, checked and documented here, and nowhere else.
 
-A spec is what :func:`~paceline.launch`, :func:`~paceline.simulate` and :func:`~paceline.init` take
-as their keyword arguments: they are made of the functions that take the spec.
+The fields of a spec are the keyword arguments of :func:`~paceline.launch`,
+:func:`~paceline.simulate` and :func:`~paceline.init`; the decorator :func:`takes` makes them so.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What every run is told.
+    """The options of every run.
 
     Args:
         strategy: a name, a name with options, or an object.
-        seed: of everything random in the run.
-        limits: how long workers wait for each other; in virtual time, where time is.
+        seed: the seed of everything random in the run.
+        limits: how long workers wait for each other; in virtual time in a simulation.
         out: a folder for configuration, metrics, trace and model.
-        on_metric: called with each record of ``worker.log`` as it comes.
-        trace: whether to write a trace to ``out``, which replays and timelines are made of.
+        on_metric: called with each record of ``worker.log`` as it arrives.
+        trace: whether to write a trace to ``out``; replays and timelines need it.
     """
 
     strategy: str | Strategy = "allreduce"
@@ -57,17 +57,17 @@ class RunSpec:
     trace: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.method  # refuses one that does not exist
+        _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
 
     @functools.cached_property
     def method(self) -> Strategy:
-        """The strategy, as an object."""
+        """The strategy as an object."""
         return make_strategy(self.strategy)
 
     @property
     def folder(self) -> Path | None:
-        """Where the run writes, if it does."""
+        """The folder that the run writes to, if any."""
         return None if self.out is None else Path(self.out)
 
 
@@ -82,7 +82,7 @@ class OnDevice(RunSpec):
     device: str = "cpu"
 
     def device_of(self, rank: int) -> str:
-        """The device of a rank of this host: ``cuda`` is spread over the GPUs there are."""
+        """The device of a rank on this host; ``cuda`` spreads ranks over all GPUs."""
         if not self.device.startswith("cuda"):
             return self.device
         import torch
@@ -99,18 +99,17 @@ class Started(RunSpec):
 
     Args:
         train: the training function; it is called on each worker.
-        workers: how many; servers and communicators of the strategy come on top.
+        workers: the number of workers; the strategy adds its servers and communicators.
         arguments: more keyword arguments for ``train``.
         on_progress: called a few times a second with rank, steps and progress of a worker.
-        on_loss: ``continue`` with the workers that are left when one is lost, or ``stop``; when not
-            given, asynchronous methods continue and synchronous ones stop.
-        max_restarts: how many lost workers are started again, all together.
-        faults: what is done to the ranks: to kill, freeze or slow one down, or start it late.
-        checkpoint_steps: save all there is of the run after so many steps of the first worker.
-        checkpoint_minutes: save it after so many minutes; of virtual time, where time is.
-        keep: how many checkpoints are kept.
-        resume: go on from the newest checkpoint in ``out`` that is whole, or begin where there is
-            none.
+        on_loss: ``continue`` without a lost worker, or ``stop``; by default asynchronous methods
+            continue and synchronous ones stop.
+        max_restarts: how many lost workers are restarted in the whole run.
+        faults: faults to inject: kill, freeze or slow down a rank, or start it late.
+        checkpoint_steps: make a checkpoint whenever the first worker has made so many steps.
+        checkpoint_minutes: make one every so many minutes, of virtual time in a simulation.
+        keep: how many of the newest checkpoints are kept.
+        resume: resume from the newest intact checkpoint in ``out``, if there is one.
     """
 
     train: Train | Reference = field(kw_only=False)
@@ -127,24 +126,24 @@ class Started(RunSpec):
 
     @property
     def size(self) -> int:
-        """How many ranks there are: workers, servers and communicators."""
+        """The number of ranks: workers, servers and communicators."""
         return ranks_for(self.method, self.workers)
 
     def policy(self, on_loss: str | None = None) -> MembershipPolicy:
-        """What the run does when it loses a rank; ``on_loss``, where the spec says nothing."""
-        asked = self.on_loss or on_loss
-        return MembershipPolicy(self.method.synchronous, self.workers, asked, self.max_restarts)
+        """What the run does when it loses a rank; ``on_loss`` is the default."""
+        chosen = self.on_loss or on_loss
+        return MembershipPolicy(self.method.synchronous, self.workers, chosen, self.max_restarts)
 
     def check_faults(self, faults: Sequence[Fault], cluster: Cluster) -> None:
-        """Refuse faults of ranks that do not exist, and members that the method cannot take in."""
+        """Refuse faults of ranks that do not exist, and late joiners of a synchronous method."""
         cluster.check_faults(faults, self.size)
         for fault in faults:
             if fault.kind == "join" and self.method.synchronous:
                 name = strategy_name(self.method)
-                raise UsageError(f"join: {name} is synchronous and takes no worker in mid-run")
+                raise UsageError(f"join: {name} is synchronous and cannot take late joiners")
 
     def checkpoints(self) -> CheckpointCoordinator:
-        """The checkpoints of the run; refuses a method that cannot have them."""
+        """The checkpoints of the run; refuses a method that does not support them."""
         coordinator = CheckpointCoordinator(
             self.out,
             steps=self.checkpoint_steps,
@@ -158,7 +157,7 @@ class Started(RunSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec(Started, OnDevice):
-    """A run in processes of this host; ``train`` must be at the top level of a module or script.
+    """A run in processes on this host; ``train`` must be at the top level of a module or script.
 
     Args:
         transport: ``shared_memory``, or ``distributed`` for gloo and nccl.
@@ -178,20 +177,20 @@ class LaunchSpec(Started, OnDevice):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the ranks talk through memory: only then can a run go on after a loss."""
+        """Whether ranks communicate through shared memory; only then can a run survive a loss."""
         return self.transport == "shared_memory"
 
     def _check_losses(self) -> None:
-        """Refuse what this transport cannot do with lost ranks, and what links alone can suffer."""
+        """Refuse restarts and faults that this transport does not support, and faults of links."""
         wanted = self.policy().max_restarts or self.on_loss == "continue" or self.faults
         if wanted and not self.shares_memory:
             raise UsageError(
-                f"transport ({self.transport}) must be shared_memory to go on without a lost rank,"
-                " to restart one, or to inject faults"
+                f"transport ({self.transport}) must be shared_memory to continue without a lost"
+                " rank, to restart one, or to inject faults"
             )
         for fault in self.faults:
             if fault.kind in LINK_KINDS:
-                raise UsageError(f"{fault.kind}: the processes of one host have no links to harm")
+                raise UsageError(f"{fault.kind}: there are no links between processes of one host")
 
     def checkpoints(self) -> CheckpointCoordinator:
         coordinator = super().checkpoints()
@@ -206,8 +205,8 @@ class SimulationSpec(Started):
 
     Args:
         cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
-        as_model: a model of :mod:`paceline.sim.models` whose bytes and times the run has.
-        replay: the folder of a real run with the same arguments, whose recorded order is followed.
+        as_model: a model of :mod:`paceline.sim.models` whose sizes and times the run uses.
+        replay: the folder of a real run with the same arguments, whose order of events to follow.
     """
 
     workers: int = 4
@@ -222,38 +221,38 @@ class SimulationSpec(Started):
 
     @functools.cached_property
     def loaded_cluster(self) -> Cluster:
-        """The cluster, as an object, with the model that it stands for."""
+        """The cluster as an object, with the sizes and times of ``as_model``."""
         return stand_for(load_cluster(self.cluster), self.as_model)
 
     @property
     def all_faults(self) -> list[Fault]:
-        """Those of the cluster, and those of the run."""
+        """The faults of the cluster and those of the run."""
         return [*self.loaded_cluster.faults, *self.faults]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitSpec(OnDevice):
-    """A run whose processes were started by another launcher, of which this is one.
+    """A run in which another launcher started all processes, including this one.
 
     Args:
-        rank_order: sum in rank order, bit for bit as the other transports do; slower.
+        rank_order: sum in rank order, for the same bits as other transports; slower.
     """
 
     rank_order: bool = False
 
 
 def takes(spec: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
-    """Have a function of a spec take what the spec is made of."""
+    """Make a function of a spec take the fields of the spec as its arguments."""
 
     signature = inspect.signature(spec)
 
     def wrap(run: Callable[[S], R]) -> Callable[P, R]:
         @functools.wraps(run)
-        def start(*args: P.args, **knobs: P.kwargs) -> R:
-            for name in knobs:
+        def start(*args: P.args, **options: P.kwargs) -> R:
+            for name in options:
                 if name not in signature.parameters:
                     raise unknown(f"argument of pl.{run.__name__}", name, signature.parameters)
-            return run(spec(*args, **knobs))
+            return run(spec(*args, **options))
 
         returned = inspect.signature(run).return_annotation
         vars(start)["__signature__"] = signature.replace(return_annotation=returned)
@@ -264,19 +263,19 @@ def takes(spec: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
 
 
 def _with_arguments(run: Callable[..., Any], spec: Any) -> str:
-    """The docstring of a function with that of each argument of its spec."""
+    """The docstring of a function, with the arguments of its spec."""
     text, _, raises = inspect.cleandoc(run.__doc__ or "").partition("\nRaises:\n")
-    told = [inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in _kinds(spec)]
-    arguments = "\n".join(part.rstrip() for part in told)
+    parts = [inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in _bases(spec)]
+    arguments = "\n".join(part.rstrip() for part in parts)
     return f"{text.rstrip()}\n\nArgs:\n{arguments}\n" + (f"\nRaises:\n{raises}" if raises else "")
 
 
-def _kinds(spec: Any) -> list[type]:
-    """A spec and what it is derived from: what is first in a signature comes first."""
+def _bases(spec: Any) -> list[type]:
+    """A spec and its base classes, in the order of the signature."""
     order = (Started, RunSpec, OnDevice)
     return [*(kind for kind in order if issubclass(spec, kind)), spec]
 
 
 def ranks_for(strategy: Strategy, workers: int) -> int:
-    """How many ranks so many workers need; a single one needs no other."""
+    """How many ranks a run of so many workers has; a single worker needs no others."""
     return len(strategy.roles(workers)) if workers > 1 else 1

@@ -1,4 +1,4 @@
-"""Real ranks: started from a fork server, and supervised to their end."""
+"""Start real ranks through a fork server, and supervise them until they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.comm.base import Limits
 from paceline.comm.liveness import Processes, Watch, exit_code, goes_on, is_gone
@@ -32,28 +32,25 @@ from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.rank_process import Message, refuse_in_rank
 from paceline.launcher.signals import Stop
 
-if TYPE_CHECKING:
-    pass
-
 TRANSPORTS = ("shared_memory", "distributed")
 GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
-HEAR_S = 0.5
-"""How long the others have to see for themselves that a rank is stopped, once one has said so."""
+NOTICE_S = 0.5
+"""After a failure: how long the other ranks have to notice that a rank is stopped."""
 
 OnMessage = Callable[[int, Message], None]
 
 
 @dataclass
 class Rank:
-    """What the launcher knows of one rank.
+    """What the launcher knows about one rank.
 
     Attributes:
-        number: which one it is.
-        pid, pipe, unread, code: of its present process.
-        value, returned, error: what came of it.
-        reason, signalled: why, and whether, it was ended.
-        entered: whether its process has a place among the others; ``seen``: whether one ever had.
+        number: the rank.
+        pid, pipe, unread, code: of its current process.
+        value, returned, error: what it returned, or how it failed.
+        reason, signalled: why and whether the supervisor ended it.
+        entered: whether its current process has joined the others; ``seen``: whether any has.
         starts: how many processes it has had.
     """
 
@@ -72,29 +69,29 @@ class Rank:
     starts: int = 0
 
     def begin(self, pid: int, pipe: int) -> None:
-        """Begin with a process, the first one or another."""
+        """Note that a process was started for this rank."""
         self.pid, self.pipe, self.unread, self.code = pid, pipe, b"", None
         self.entered, self.starts = False, self.starts + 1
 
     @property
     def running(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process runs."""
         return self.pid > 0 and self.code is None
 
-    def signal(self, number: int) -> None:
-        """End a rank that still runs, for the run is over."""
+    def end(self, number: int) -> None:
+        """End this rank with a signal, because the run is over."""
         self.signalled = self.signalled or self.running
-        self.strike(number)
+        self.send_signal(number)
 
-    def strike(self, number: int) -> None:
-        """Send a signal to a rank that still runs."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this rank, if it runs."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has raised, or ended without a word."""
+        """Whether this rank raised an error, or ended without returning."""
         return self.error is not None or (self.code is not None and not self.returned)
 
 
@@ -105,7 +102,7 @@ def run_ranks(
     transport: str = "shared_memory",
     limits: Limits | None = None,
     on_message: OnMessage | None = None,
-    losses: MembershipPolicy | None = None,
+    policy: MembershipPolicy | None = None,
     faults: Sequence[Fault] = (),
     folder: Path | None = None,
     stop: Stop | None = None,
@@ -114,16 +111,16 @@ def run_ranks(
     """Run ``program(transport, channel, argument)`` in a process for each argument.
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
-    is raised here; and when one is lost, unless ``losses`` say otherwise: then its place holds
-    None. ``faults`` are done to the processes. In ``folder`` is the door at which a run that goes
-    on after losses can be asked to take a worker in. The run's clock begins at ``start_s``.
+    is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
+    lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
+    socket that accepts requests to add a worker. The run's clock starts at ``start_s``.
     """
     size = len(arguments)
     refuse_in_rank()
-    with ForkServer.borrow() as fork_server, _meeting_place(transport, size) as (place, fds):
+    with ForkServer.borrow() as fork_server, _shared_resource(transport, size) as (address, fds):
         late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
-            **place,
+            **address,
             "size": size,
             "program": program,
             "limits": asdict(limits or Limits()),
@@ -134,16 +131,16 @@ def run_ranks(
             "argv": sys.argv,
             "path": sys.path,
             "late": late,
-            "elastic": losses is not None and losses.goes_on,
-            "workers": size if losses is None else losses.workers,
+            "elastic": policy is not None and policy.goes_on,
+            "workers": size if policy is None else policy.workers,
         }
         supervisor = Supervisor(
-            fork_server, common, arguments, fds, limits or Limits(), on_message, losses, stop
+            fork_server, common, arguments, fds, limits or Limits(), on_message, policy, stop
         )
         try:
             supervisor.start_all(faults)
-            if folder is not None and losses is not None and losses.goes_on:
-                supervisor.open_door(folder)
+            if folder is not None and policy is not None and policy.goes_on:
+                supervisor.open_join_socket(folder)
             supervisor.supervise()
         finally:
             supervisor.end()
@@ -152,8 +149,8 @@ def run_ranks(
 
 
 @contextmanager
-def _meeting_place(transport: str, size: int) -> Iterator[tuple[Message, list[int]]]:
-    """What ranks find each other by: memory without a name, or a socket on the loopback."""
+def _shared_resource(transport: str, size: int) -> Iterator[tuple[Message, list[int]]]:
+    """How ranks find each other: anonymous shared memory, or a socket on the loopback."""
     if transport == "shared_memory":
         from paceline.comm.shared.memory import Arena
 
@@ -172,14 +169,14 @@ def _meeting_place(transport: str, size: int) -> Iterator[tuple[Message, list[in
 
 
 def threads_per_rank(size: int) -> int:
-    """This machine's cores, shared out; ``OMP_NUM_THREADS`` overrides."""
-    if told := os.environ.get("OMP_NUM_THREADS"):
-        return max(1, int(told)) if told.isdigit() else 1
+    """This machine's cores divided by the ranks; ``OMP_NUM_THREADS`` overrides."""
+    if setting := os.environ.get("OMP_NUM_THREADS"):
+        return max(1, int(setting)) if setting.isdigit() else 1
     return max(1, len(os.sched_getaffinity(0)) // size) if hasattr(os, "sched_getaffinity") else 1
 
 
 class Supervisor:
-    """The ranks of one run: started, watched over, and ended."""
+    """Starts, watches and ends the ranks of one run."""
 
     def __init__(
         self,
@@ -189,7 +186,7 @@ class Supervisor:
         fds: Sequence[int],
         limits: Limits,
         on_message: OnMessage | None,
-        losses: MembershipPolicy | None,
+        policy: MembershipPolicy | None,
         stop: Stop | None = None,
     ) -> None:
         self._stop = stop
@@ -200,22 +197,23 @@ class Supervisor:
             arguments,
             fds,
         )
-        self._on_message, self._losses, self._limits = on_message, losses, limits
-        patience = replace(limits, dead_s=limits.dead_s + GRACE_S)  # peers, who know more, go first
+        self._on_message, self._policy, self._limits = on_message, policy, limits
+        # Peers report a stopped rank first, because they know in which operation it is missing.
+        patience = replace(limits, dead_s=limits.dead_s + GRACE_S)
         self._processes = Processes(
-            lambda number: self.ranks[number].pid, patience, self._some_go_on
+            lambda number: self.ranks[number].pid, patience, self._some_continue
         )
         self._pause: Watch | None = None
         self._by_pipe: dict[int, Rank] = {}
-        self._door: JoinSocket | None = None
+        self._join_socket: JoinSocket | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
-        self._waiting: list[Rank] = []
+        self._to_start: list[Rank] = []
 
     # Starting ------------------------------------------------------------------------------------
 
     def start_all(self, faults: Sequence[Fault] = ()) -> None:
-        """Start those that are there from the beginning, and plan what is to happen to them."""
+        """Start all ranks except late joiners, and schedule the faults."""
         for fault in faults:
             if fault.at_step is None:
                 self._later(fault.at_s or 0.0, partial(self._inject, fault))
@@ -224,46 +222,46 @@ class Supervisor:
                 self._unready.add(rank.number)
                 self._start(rank)
 
-    def open_door(self, folder: Path) -> None:
-        """Let workers in that come to the door in ``folder``."""
-        self._door = JoinSocket(folder)
+    def open_join_socket(self, folder: Path) -> None:
+        """Accept requests to add a worker through a socket in ``folder``."""
+        self._join_socket = JoinSocket(folder)
 
-    def _let_in(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Start a worker in the place of one that is lost."""
-        if question.get("ask") != "join" or self._losses is None:
-            return {"error": "a run is asked to join, and nothing else"}
-        if not self._losses.takes_in:
-            return {"error": "a synchronous method takes no worker in mid-run"}
-        gone = [w for w in self._workers() if not w.running and not w.returned and not w.error]
-        free = [worker for worker in gone if worker not in self._waiting]
+    def _add_worker(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Handle a request: start a new process for a worker that was lost."""
+        if request.get("ask") != "join" or self._policy is None:
+            return {"error": "the only request is to join"}
+        if not self._policy.takes_in:
+            return {"error": "a synchronous method cannot take late joiners"}
+        lost = [w for w in self._workers() if not w.running and not w.returned and not w.error]
+        free = [worker for worker in lost if worker not in self._to_start]
         if not free:
-            return {"error": f"all {self._losses.workers} places are taken"}
+            return {"error": f"all {self._policy.workers} workers are running"}
         self._start_again(free[0])
         return {"rank": free[0].number}
 
     def _start_again(self, rank: Rank) -> None:
-        """Start a rank that was lost, once those who begin together have done so.
+        """Restart a lost rank, but not before the initial ranks have completed their setup.
 
-        They wait for each other in what a rank that comes late has no part in.
+        The setup contains collectives of the initial ranks, in which a late joiner takes no part.
         """
-        if self._some_begin():
-            self._waiting.append(rank)
+        if self._some_are_starting():
+            self._to_start.append(rank)
             return
         self._start(rank)
         if rank.starts > 1:
-            self._tell("restarted", rank)
+            self._report("restarted", rank)
 
-    def _some_begin(self) -> bool:
-        """Whether ranks that are there from the beginning are not through their setup yet."""
+    def _some_are_starting(self) -> bool:
+        """Whether an initial rank is still in its setup and not stopped."""
         return any(not self._processes.is_stopped(number) for number in self._unready)
 
-    def _start_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def _start_pending(self) -> None:
+        waiting, self._to_start = self._to_start, []
         for rank in waiting:
             self._start_again(rank)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Have something done so many seconds after the start of the run."""
+        """Call ``act`` so many seconds after the start of the run."""
         self._due.append((self._common["started_s"] + seconds, act))
 
     def _start(self, rank: Rank) -> None:
@@ -281,63 +279,65 @@ class Supervisor:
     def _inject(self, fault: Fault) -> None:
         rank = self.ranks[rank_of(fault)]
         if fault.kind == "join":
-            self._waiting.append(rank)
+            self._to_start.append(rank)
         elif fault.kind == "kill":
-            rank.strike(signal.SIGKILL)
+            rank.send_signal(signal.SIGKILL)
         elif fault.kind == "freeze":
-            self._tell("stopped", rank)
-            rank.strike(signal.SIGSTOP)
+            self._report("stopped", rank)
+            rank.send_signal(signal.SIGSTOP)
             if fault.for_s is not None:
-                self._later((fault.at_s or 0.0) + fault.for_s, partial(rank.strike, signal.SIGCONT))
+                self._later(
+                    (fault.at_s or 0.0) + fault.for_s, partial(rank.send_signal, signal.SIGCONT)
+                )
 
     # Watching ------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Listen until every rank has ended; end the others soon after one has failed."""
+        """Handle messages until every rank has ended; after a failure end all ranks soon."""
         failed_s: float | None = None
         while any(rank.running for rank in self.ranks):
-            self._hear_all()
+            self._receive_all()
             if self._stop is not None:
                 self._stop.act(self.ranks)
             now_s = time.monotonic()
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
                 self._due.remove((due_s, act))
                 act()
-            if failed_s is None and self._waiting:
-                self._start_waiting()
+            if failed_s is None and self._to_start:
+                self._start_pending()
             if failed_s is None and any(self._is_failure(rank) for rank in self.ranks):
                 failed_s = now_s
             if failed_s is not None:
                 self._due.clear()
-                self._hasten(now_s - failed_s)
-            elif self._goes_on and any(worker.returned for worker in self._workers()):
+                self._end_all(now_s - failed_s)
+            elif self._survives_losses and any(worker.returned for worker in self._workers()):
                 self._end_rest()
             else:
                 self._wait_for_stopped()
 
-    def _hear_all(self) -> None:
+    def _receive_all(self) -> None:
         fork_server = self._fork_server
-        door = [] if self._door is None else [self._door.fileno()]
+        door = [] if self._join_socket is None else [self._join_socket.fileno()]
         ready = readable([fork_server.socket.fileno(), *door, *self._by_pipe])
         if fork_server.socket.fileno() in ready:
-            fork_server.hear()
-        if self._door is not None and self._door.fileno() in ready:
-            self._door.answer(self._let_in)
+            fork_server.receive()
+        if self._join_socket is not None and self._join_socket.fileno() in ready:
+            self._join_socket.answer(self._add_worker)
         for rank in self.ranks:
             if rank.pipe in ready:
-                _listen(rank, self._by_pipe, self._hear)
+                _receive(rank, self._by_pipe, self._handle)
             if rank.running and (code := self._code_of(rank)) is not None:
-                _listen(rank, self._by_pipe, self._hear)
+                _receive(rank, self._by_pipe, self._handle)
                 rank.code = code
                 self._has_ended(rank)
-            elif rank.running and not (rank.entered and self._comes_back(rank)):
+            elif rank.running and not (rank.entered and self._may_return(rank)):
                 self._end_if_stopped(rank)
 
     def _code_of(self, rank: Rank) -> int | None:
-        """How the process of ``rank`` has ended; None while it runs.
+        """The exit code of the process of ``rank``; None while it runs.
 
-        The fork server says so. While that is stopped the kernel does, which keeps how a process
-        has ended until its parent asks.
+        The fork server reports it. While the fork server is stopped, the kernel still has the exit
+        code, because the parent has not collected it.
         """
         fork_server = self._fork_server
         if rank.pid in fork_server.ended:
@@ -345,13 +345,13 @@ class Supervisor:
         if not fork_server.is_stopped():
             return None
         if is_gone(rank.pid) and not readable([fork_server.socket.fileno()]):
-            return 1  # the fork server has asked, and was stopped before it could say
+            return 1  # the fork server collected the exit code and was stopped before reporting it
         return exit_code(rank.pid)
 
-    def _hear(self, rank: int, message: Message) -> None:
-        if message["kind"] == "thaw":  # it stopped itself, and asks to be woken
+    def _handle(self, rank: int, message: Message) -> None:
+        if message["kind"] == "thaw":  # a rank that stops itself asks to be continued later
             seconds = time.monotonic() - self._common["started_s"] + message["for_s"]
-            self._later(seconds, partial(self.ranks[rank].strike, signal.SIGCONT))
+            self._later(seconds, partial(self.ranks[rank].send_signal, signal.SIGCONT))
         elif message["kind"] == "entered":
             self.ranks[rank].entered = self.ranks[rank].seen = True
         elif message["kind"] == "ready":
@@ -360,62 +360,66 @@ class Supervisor:
             self._on_message(rank, message)
 
     @property
-    def _goes_on(self) -> bool:
-        return self._losses is not None and self._losses.goes_on
+    def _survives_losses(self) -> bool:
+        return self._policy is not None and self._policy.goes_on
 
-    def _comes_back(self, rank: Rank) -> bool:
-        """Whether ``rank`` may go on after it was stopped for too long."""
-        return self._goes_on and self._losses is not None and self._losses.comes_back(rank.number)
+    def _may_return(self, rank: Rank) -> bool:
+        """Whether ``rank`` may rejoin after it was left behind."""
+        return (
+            self._survives_losses
+            and self._policy is not None
+            and self._policy.comes_back(rank.number)
+        )
 
     def _end_if_stopped(self, rank: Rank) -> None:
         if reason := self._processes.why_stopped(rank.number):
             rank.reason = reason
-            if self._goes_on:  # the others outlive it, and it may have a successor
-                rank.strike(signal.SIGKILL)
+            if self._survives_losses:  # the others continue, and it may have a successor
+                rank.send_signal(signal.SIGKILL)
             else:
-                rank.signal(signal.SIGKILL)
+                rank.end(signal.SIGKILL)
 
     def _has_ended(self, rank: Rank) -> None:
-        """Note a loss that the run goes on after, and start the rank again if that is allowed."""
-        if rank.returned or rank.error is not None or not self._goes_on or rank.signalled:
+        """Report a loss that the run survives, and restart the rank if the policy allows it."""
+        if rank.returned or rank.error is not None or not self._survives_losses or rank.signalled:
             self._unready.discard(rank.number)
             return
-        if not rank.entered and rank.starts <= MOST_SUCCESSORS:  # nobody has seen it yet
+        if not rank.entered and rank.starts <= MOST_SUCCESSORS:  # the others have not seen it yet
             self._start(rank)
             return
         self._unready.discard(rank.number)
-        self._tell("lost", rank, reason=_how_ended(rank.code))
+        self._report("lost", rank, reason=_how_ended(rank.code))
         others = any(other.returned or other.running for other in self._workers())
-        if others and self._losses is not None and self._losses.restarts(rank.number):
+        if others and self._policy is not None and self._policy.restarts(rank.number):
             self._start_again(rank)
 
-    def _tell(self, event: str, rank: Rank, **facts: Any) -> None:
+    def _report(self, event: str, rank: Rank, **facts: Any) -> None:
         if self._on_message is not None:
             t = time.monotonic() - self._common["started_s"]
             record = {"t": t, "event": event, "rank": rank.number, **facts}
             self._on_message(rank.number, {"kind": "event", "record": record})
 
     def _workers(self) -> list[Rank]:
-        return self.ranks if self._losses is None else self.ranks[: self._losses.workers]
+        return self.ranks if self._policy is None else self.ranks[: self._policy.workers]
 
     def _is_failure(self, rank: Rank) -> bool:
-        """Whether the end of ``rank`` is the end of the run."""
-        if not self._goes_on or rank.error is not None:
+        """Whether the failure of ``rank`` ends the run."""
+        if not self._survives_losses or rank.error is not None:
             return rank.failed
         workers = self._workers()
-        if rank not in workers:  # without one that serves, workers wait
-            needed = any(worker.running for worker in workers) and rank not in self._waiting
+        if rank not in workers:  # workers cannot continue without a server or communicator
+            needed = any(worker.running for worker in workers) and rank not in self._to_start
         else:
             needed = not rank.seen and rank.number not in self._common["late"]
         return rank.failed and (needed or not any(w.returned or w.running for w in workers))
 
-    def _some_go_on(self) -> bool:
-        """Whether a worker runs, or has come to its end."""
+    def _some_continue(self) -> bool:
+        """Whether any worker runs and is not stopped, or has returned."""
         return any(worker.returned or goes_on(worker.pid) for worker in self._workers())
 
     def _wait_for_stopped(self) -> None:
-        """While all workers are stopped, wait as for one that is busy: nobody is lost yet."""
-        if self._some_go_on():
+        """While all workers are stopped, none is lost: wait as long as for a busy one."""
+        if self._some_continue():
             self._pause = None
             return
         stopped = [worker.number for worker in self._workers() if worker.running]
@@ -425,34 +429,34 @@ class Supervisor:
             self._pause.keep_patience(stopped)
 
     def _end_rest(self) -> None:
-        """When all have ended but who is stopped, end those: there is nobody to come back to."""
+        """If only stopped ranks remain, end them: there are no members left to rejoin."""
         left = [rank for rank in self.ranks if rank.running]
         if all(self._processes.why_stopped(rank.number) for rank in left):
             self._due.clear()
             for rank in left:
-                self._tell("lost", rank, reason=self._processes.why_stopped(rank.number))
-                rank.signal(signal.SIGKILL)
+                self._report("lost", rank, reason=self._processes.why_stopped(rank.number))
+                rank.end(signal.SIGKILL)
 
-    def _hasten(self, since_s: float) -> None:
-        """After a failure: end who is stopped and cannot end by itself, others after a while."""
+    def _end_all(self, since_s: float) -> None:
+        """After a failure: kill stopped ranks, which cannot end; end the others after a while."""
         for rank in self.ranks:
-            if since_s > HEAR_S and rank.running and self._processes.is_stopped(rank.number):
-                rank.signal(signal.SIGKILL)
+            if since_s > NOTICE_S and rank.running and self._processes.is_stopped(rank.number):
+                rank.end(signal.SIGKILL)
             elif since_s > GRACE_S:
-                rank.signal(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
+                rank.end(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
 
     # Ending --------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leave no process behind, whatever happened."""
-        if self._door is not None:
-            self._door.close()
+        """End all processes, whatever happened."""
+        if self._join_socket is not None:
+            self._join_socket.close()
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL)
+            rank.end(signal.SIGKILL)
         try:
             while any(rank.running for rank in self.ranks):
                 if readable([self._fork_server.socket.fileno()]):
-                    self._fork_server.hear()
+                    self._fork_server.receive()
                 for rank in self.ranks:
                     if rank.running:
                         rank.code = self._code_of(rank)
@@ -467,8 +471,8 @@ class Supervisor:
             _raise_failure(self.ranks)
 
 
-def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage) -> None:
-    """Read what a rank has said, as far as it goes without waiting."""
+def _receive(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage) -> None:
+    """Read and handle all messages that a rank has sent so far, without waiting."""
     while rank.pipe in by_pipe:
         try:
             data = os.read(rank.pipe, 1 << 16)
@@ -478,10 +482,10 @@ def _listen(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage) -> None
             del by_pipe[rank.pipe]
         *lines, rank.unread = (rank.unread + data).split(b"\n")
         for line in lines:
-            _hear(rank, json.loads(line), on_message)
+            _handle(rank, json.loads(line), on_message)
 
 
-def _hear(rank: Rank, message: Message, on_message: OnMessage) -> None:
+def _handle(rank: Rank, message: Message, on_message: OnMessage) -> None:
     if message["kind"] == "value":
         rank.value, rank.returned = message["value"], True
     elif message["kind"] == "error":
@@ -491,22 +495,22 @@ def _hear(rank: Rank, message: Message, on_message: OnMessage) -> None:
 
 
 def _raise_failure(ranks: list[Rank]) -> None:
-    """Raise the error that began it: a rank's own first, then a rank that died, then a wait."""
-    told = [(rank.number, rank.error) for rank in ranks if rank.error is not None]
-    told.sort(key=lambda failed: failed[1]["time_s"])
-    for number, error in told:
+    """Raise the cause of the failure: a rank's own error, else a dead rank, else a timeout."""
+    errors = [(rank.number, rank.error) for rank in ranks if rank.error is not None]
+    errors.sort(key=lambda failed: failed[1]["time_s"])
+    for number, error in errors:
         if "ranks" not in error:
             raise _own_error(number, error)
-    witnesses = [error for _, error in told]
+    reports = [error for _, error in errors]
     dead = [rank for rank in ranks if rank.failed and rank.error is None]
     dead = [rank for rank in dead if rank.reason or not rank.signalled]
     if dead:
-        seen = next((w for w in witnesses if w["ranks"] and w["type"] == "PeerLost"), None)
+        seen = next((w for w in reports if w["ranks"] and w["type"] == "PeerLost"), None)
         op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
         stopped = seen["reason"] if seen and seen["reason"] != "it died" else ""
         reason = dead[0].reason or stopped or _how_ended(dead[0].code)
         raise PeerLost([rank.number for rank in dead], op, reason, waited_s)
-    for error in witnesses:
+    for error in reports:
         if error["type"] == "PeerLost":
             raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])
         raise CommTimeout(error["ranks"], error["op"], error["waited_s"])

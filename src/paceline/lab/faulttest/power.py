@@ -126,7 +126,7 @@ class CheckpointFolder:
     def checkpointing(self) -> CheckpointParticipant:
         """The participant of one rank."""
         assert self.coordinator.plan is not None
-        return CheckpointParticipant(self.coordinator.plan, self.coordinator.hear, self.disk)
+        return CheckpointParticipant(self.coordinator.plan, self.coordinator.add_report, self.disk)
 
     def after_power_failures(self) -> list[tuple[Image, int | None]]:
         """Images after a power failure at random moments, with the last checkpoint completed."""
