@@ -217,7 +217,7 @@ def test_another_sampler_that_shares_the_data_out_is_refused():
         pass
 
     sampler = Buckets(numbers(20), num_replicas=2, rank=0)
-    told = r"Buckets \(num_replicas 2\) must not share the data out.* leave it out"
+    told = r"Buckets \(num_replicas 2\) must not divide the data.* remove it"
     with pytest.raises(pl.UsageError, match=told):
         take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 2)
     with pytest.raises(pl.UsageError, match=told):
@@ -610,7 +610,7 @@ def test_a_loop_inside_a_loop_over_the_same_loader_is_refused():
             net(x).sum().backward()
             sgd.step()
 
-    with pytest.raises(pl.UsageError, match="must not go on after another one over it was begun"):
+    with pytest.raises(pl.UsageError, match="must not continue after another loop"):
         pl.simulate(train, workers=2, cluster="ideal")
 
 

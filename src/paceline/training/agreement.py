@@ -1,8 +1,8 @@
-"""What all ranks must have in common, compared before they exchange anything else.
+"""Check that all ranks agree on model, seed, method and version, before they exchange data.
 
-A rank with another model, seed, method or version would at best be refused later, and at worst be
-averaged with the others. The ranks add up a digest of their facts; only when it is not the same
-everywhere do they spell them out, as text, to name the first difference.
+A rank that differs would at best be refused later, and at worst be averaged with the others. The
+ranks sum a digest of these facts. Only when the digests differ do they exchange the facts as text,
+to name the first difference.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
 
 _LIMBS = 4
-_LONGEST = 1 << 24
+_MAX_BYTES = 1 << 24
 
 
 def facts_of(model: nn.Module, replica: Replica, strategy: Strategy, seed: int) -> list[str]:
-    """What must be the same on every rank, a line each."""
+    """The facts that must be the same on every rank, one line each."""
     trained = {id(span.parameter) for span in replica.flat.spans}
-    rest = chain(model.named_parameters(), model.named_buffers())
+    others = chain(model.named_parameters(), model.named_buffers())
     groups = len(replica.optimizer.param_groups)
     return [
         f"paceline {__version__}",
         f"seed {seed}",
-        f"strategy {_plainly(strategy)}",
+        f"strategy {_describe_strategy(strategy)}",
         f"optimizer {type(replica.optimizer).__name__} with {groups} parameter groups",
-        *(_told(f"parameter {span.name}", span.parameter) for span in replica.flat.spans),
-        *(_told(f"fixed {name}", tensor) for name, tensor in rest if id(tensor) not in trained),
+        *(_layout(f"parameter {span.name}", span.parameter) for span in replica.flat.spans),
+        *(_layout(f"fixed {name}", tensor) for name, tensor in others if id(tensor) not in trained),
     ]
 
 
-def _plainly(strategy: Strategy) -> str:
-    """The method and its options, less those that no text tells, such as functions."""
+def _describe_strategy(strategy: Strategy) -> str:
+    """The method and its options, without those that have no plain text, such as functions."""
     plain = (bool, int, float, str, type(None))
     options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
-    told = [f"{name}={value!r}" for name, value in options.items() if isinstance(value, plain)]
-    return f"{type(strategy).__name__}({', '.join(told)})"
+    texts = [f"{name}={value!r}" for name, value in options.items() if isinstance(value, plain)]
+    return f"{type(strategy).__name__}({', '.join(texts)})"
 
 
-def _told(what: str, tensor: Tensor) -> str:
+def _layout(what: str, tensor: Tensor) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{what} of {kind} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
 
 def check_agreement(comm: Comm, facts: Sequence[str]) -> None:
-    """Refuse to go on, on every rank alike, when the facts of one are not those of the first."""
+    """Raise the same error on every rank if the facts of any rank differ."""
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=2 * _LIMBS).digest()
     limbs = struct.unpack(f"<{_LIMBS}H", digest)
     sums = torch.tensor([*limbs, *(limb**2 for limb in limbs)])
@@ -69,30 +69,30 @@ def check_agreement(comm: Comm, facts: Sequence[str]) -> None:
     squares = zip(totals[:_LIMBS], totals[_LIMBS:], strict=True)
     if all(count * square == total**2 for total, square in squares):
         return
-    raise UsageError(f"all ranks must have the same in worker.setup: {_difference(comm, facts)}")
+    raise UsageError(f"all ranks must agree in worker.setup: {_difference(comm, facts)}")
 
 
 def _difference(comm: Comm, facts: Sequence[str]) -> str:
-    """The first thing that is not the same, on the first rank and on the first that differs."""
-    first = _say(comm, "\n".join(facts), 0).split("\n")
+    """The first difference between the first rank and the first rank that differs from it."""
+    first = _broadcast_text(comm, "\n".join(facts), 0).split("\n")
     pairs = zip_longest(first, facts, fillvalue="nothing more")
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
     differs = torch.zeros(comm.size, dtype=torch.int64)
     differs[comm.rank] = unequal is not None
     comm.all_reduce(differs)
-    odd = int(differs.argmax())
+    differing = int(differs.argmax())
     theirs, mine = unequal or ("", "")
-    told = f"{theirs} on rank {comm.members[0]}, {mine} on rank {comm.members[odd]}"
-    return _say(comm, told, odd)
+    text = f"{theirs} on rank {comm.members[0]}, {mine} on rank {comm.members[differing]}"
+    return _broadcast_text(comm, text, differing)
 
 
-def _say(comm: Comm, text: str, src: int) -> str:
-    """What ``src`` says, on every rank."""
-    data = text.encode()[:_LONGEST]
+def _broadcast_text(comm: Comm, text: str, src: int) -> str:
+    """The text of rank ``src``, on every rank."""
+    data = text.encode()[:_MAX_BYTES]
     length = torch.tensor([len(data)])
     comm.broadcast(length, src)
-    told = torch.zeros(int(length), dtype=torch.uint8)
+    received = torch.zeros(int(length), dtype=torch.uint8)
     if comm.rank == src:
-        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    comm.broadcast(told, src)
-    return bytes(told.tolist()).decode(errors="replace")
+        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    comm.broadcast(received, src)
+    return bytes(received.tolist()).decode(errors="replace")

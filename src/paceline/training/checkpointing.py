@@ -33,7 +33,7 @@ from paceline.comm.base import Call
 from paceline.common.format import size as in_words
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Staleness
-from paceline.training.loader import Place
+from paceline.training.loader import Position
 from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -272,10 +272,10 @@ class CheckpointParticipant:
         self._transport.meet(_PHASES - 1, starters, lives)
 
     def _begin_to_catch_up(self, loaders: list[Any]) -> None:
-        session, places = self._session, [Place(*place) for place in loaders]
+        session, places = self._session, [Position(*place) for place in loaders]
         if not any(place.under_way for place in places):
             self._steps_left = self._stepper.steps
-            places = [Place() for _ in places]
+            places = [Position() for _ in places]
         self._stepper.skipping = True
         session.go_on_from(places, self._state["epochs_done"])
 

@@ -1,4 +1,4 @@
-"""What hangs on the user's model between ``worker.setup`` and ``worker.finish``."""
+"""Hooks on the user's model between ``worker.setup`` and ``worker.finish``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Calls ``act`` with the module; copies of the model carry one that does nothing."""
+    """Calls ``act`` with the module; in copies of the model it does nothing."""
 
     def __init__(self, act: Callable[[nn.Module], None] | None = None) -> None:
         self._act = act
@@ -29,21 +29,21 @@ class Hook:
 
 
 class Loads:
-    """Notices ``load_state_dict`` on a model that is being trained, and keeps what it held before.
+    """Notices ``load_state_dict`` on a model that is being trained, and keeps the former values.
 
-    Weights that the user loads after the last step are the answer of this worker. Those that are
-    loaded in mid-run are refused at the next step: the method has other copies of the model, on
-    servers, on peers or in its own state, and would go on from them.
+    Weights that the user loads after the last step are this worker's answer. After weights were
+    loaded in mid-run, the next step is refused: the method has other copies of the model, on
+    servers, on peers or in its own state, and would continue from them.
 
     Args:
-        model: the user's.
-        stepper: whose steps are looked after.
-        settle: finishes what a step left pending, before parameters are read or overwritten.
+        model: the user's model.
+        stepper: the stepper that trains it.
+        settle: completes what the last step deferred, before parameters are read or overwritten.
     """
 
     def __init__(self, model: nn.Module, stepper: Stepper, settle: Callable[[], None]) -> None:
         self._model, self._stepper, self._settle = model, stepper, settle
-        self._before: list[Tensor] | None = None
+        self._former: list[Tensor] | None = None
         self._times = 0
         self._ignored = False
         hook = Hook(self._about_to_load)
@@ -60,12 +60,12 @@ class Loads:
             return
         if stepper.paused:
             raise UsageError(
-                f"load_state_dict must not be called {stepper.paused}, whose end puts the worker's"
-                " own parameters back: call it after that"
+                f"load_state_dict must not be called {stepper.paused}, which restores the worker's"
+                " own parameters at its end: call it after that"
             )
         self._settle()
-        if self._before is None:
-            self._before, self._times = self._read(), 0
+        if self._former is None:
+            self._former, self._times = self._read(), 0
         self._times += module is self._model
 
     def _read(self) -> list[Tensor]:
@@ -79,36 +79,36 @@ class Loads:
             tensor.copy_(value)
 
     @property
-    def _is_back(self) -> bool:
-        """Whether the parameters are those that were there before the first load."""
-        assert self._before is not None
-        return bool((self._before[0] == self._stepper.replica.flat.x).all())
+    def _is_restored(self) -> bool:
+        """Whether the parameters are the same as before the first load."""
+        assert self._former is not None
+        return bool((self._former[0] == self._stepper.replica.flat.x).all())
 
     @property
     def has_answer(self) -> bool:
-        """Whether the user has loaded the answer; not by a look at other weights and back."""
-        return self._before is not None and not (self._times > 1 and self._is_back)
+        """Whether the user loaded the answer, and not other weights and then the former ones."""
+        return self._former is not None and not (self._times > 1 and self._is_restored)
 
     def check_step(self) -> None:
-        """Refuse a step from weights that the method knows nothing of."""
-        if self._before is None:
+        """Refuse a step from weights that the method does not know."""
+        if self._former is None:
             return
-        if not self._is_back:
+        if not self._is_restored:
             raise UsageError(
                 "optimizer.step() must not follow load_state_dict:"
                 f" {type(self._stepper.strategy).__name__} has other copies of the model and would"
-                " go on from them; load weights before worker.setup, or with worker.load_weights"
+                " continue from them; load weights before worker.setup, or with worker.load_weights"
                 " before the first step, or after the last step to end with them"
             )
         self.forget()
 
     def forget(self) -> None:
-        """Take the present parameters for those of the method."""
-        self._before = None
+        """Accept the current parameters as those of the method."""
+        self._former = None
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Inside, loads are those of the run itself."""
+        """Ignore loads inside: they are made by Paceline itself."""
         self._ignored = True
         try:
             yield
@@ -116,11 +116,11 @@ class Loads:
             self._ignored = False
 
     def end(self, finish: Callable[[], None]) -> None:
-        """Come to the end with what was trained; then leave what was loaded, if anything was."""
+        """Finish with the trained weights; then put back those that the user loaded, if any."""
         loaded = self._read() if self.has_answer else None
-        if loaded is not None and self._before is not None:
-            self._write(self._before)
-        self._before = None
+        if loaded is not None and self._former is not None:
+            self._write(self._former)
+        self._former = None
         finish()
         if loaded is not None:
             self._write(loaded)

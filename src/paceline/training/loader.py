@@ -1,12 +1,12 @@
-"""Which worker sees which samples, and when.
+"""Distribute the samples of a data set over the workers.
 
-Four ways to share a data set, each giving every sample once an epoch:
+There are four ways to share a data set; each gives out every sample once an epoch:
 
 =========  =========================================================================================
-``shard``  each global batch of the shuffled set is divided among the ranks; synchronous methods
-``queue``  workers take the next batch from one queue, so that a slow one takes fewer; asynchronous
-``static`` each rank keeps a fixed shard and shuffles it
-``skewed`` as ``static``, with shards cut by label: each worker sees a few classes only
+``shard``  each global batch of the shuffled set is divided among workers; synchronous methods
+``queue``  workers take batches from one queue, so that a slow one takes fewer; asynchronous methods
+``static`` each worker keeps a fixed shard and shuffles it
+``skewed`` like ``static``, with shards cut by label: each worker sees only a few classes
 =========  =========================================================================================
 """
 
@@ -30,7 +30,7 @@ from paceline.common.one_core import take_back_cores
 from paceline.common.options import one_of
 from paceline.common.seeds import all_seeded, stream
 from paceline.errors import UsageError
-from paceline.training.hand import DrawnBatch, Pass
+from paceline.training.pending import DrawnBatch, Pass
 
 if TYPE_CHECKING:
     from paceline.training.session import Session
@@ -43,8 +43,8 @@ Indices = NDArray[np.int64]
 def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
     """The sizes of an epoch's global batches, such that every worker has a part in each.
 
-    All but the last one or two are full. A rest too small to give each worker a sample is put
-    together with the batch before it and divided anew.
+    All but the last one or two are full. A remainder that is too small to give each worker a sample
+    is merged with the batch before it.
 
     >>> global_batches(100, 8, 4), global_batches(66, 8, 4), global_batches(5, 1, 4)
     ([32, 32, 32, 4], [32, 17, 17], [5])
@@ -67,49 +67,50 @@ def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> lis
     return [part for part in parts if len(part)]
 
 
-def part_of(batch: Indices, workers: int, place: int) -> Indices:
-    """The part of a global batch that the worker at this place has; the first have one more."""
+def part_of(batch: Indices, workers: int, index: int) -> Indices:
+    """The part of a global batch for the worker at ``index``; the first may get one more."""
     each, more = divmod(len(batch), workers)
-    first = place * each + min(place, more)
-    return batch[first : first + each + (place < more)]
+    first = index * each + min(index, more)
+    return batch[first : first + each + (index < more)]
 
 
-class Meeting(NamedTuple):
-    """Who took part in the last collective of all workers, and how many there were by then."""
+class Collective(NamedTuple):
+    """The last collective of all workers: its number, and the workers that took part."""
 
     number: int
     members: tuple[int, ...]
 
 
-class Given:
-    """The global batches that workers were given since they last met, in whatever epoch."""
+class AssignedBatches:
+    """The global batches that were divided among workers since their last collective.
+
+    A worker that is lost before the next collective has not contributed its parts of them, so the
+    others must train on those again.
+    """
 
     def __init__(self) -> None:
         self._batches: list[Indices] = []
-        self._last: Meeting | None = None
-        self.keep()
+        self._last: Collective | None = None
+        self.save()
 
-    def keep(self) -> None:
-        """Keep what there is, to :meth:`restore` it after a mere look at an epoch."""
-        self._kept = [*self._batches], self._last
+    def save(self) -> None:
+        """Save the current batches, to :meth:`restore` them after a preview of an epoch."""
+        self._saved = [*self._batches], self._last
 
     def restore(self) -> None:
-        """Be what was kept."""
-        self._batches, self._last = [*self._kept[0]], self._kept[1]
+        """Restore the saved batches."""
+        self._batches, self._last = [*self._saved[0]], self._saved[1]
 
     def add(self, batch: Indices) -> None:
-        """Note that a batch is divided among those who were at the last meeting."""
+        """Note that a batch is divided among the members of the last collective."""
         self._batches.append(batch)
 
-    def met(self, now: Meeting) -> list[Indices]:
-        """Hear of the last meeting; return the parts of those who did not come to it.
-
-        What they had since the one before is lost with them.
-        """
+    def after_collective(self, now: Collective) -> list[Indices]:
+        """Note the last collective; return the parts of workers that were lost before it."""
         last, self._last = self._last or now, now
         workers = len(last.members)
-        lost = [place for place, member in enumerate(last.members) if member not in now.members]
-        parts = [part_of(batch, workers, place) for batch in self._batches for place in lost]
+        lost = [index for index, member in enumerate(last.members) if member not in now.members]
+        parts = [part_of(batch, workers, index) for batch in self._batches for index in lost]
         if now.number != last.number:
             self._batches.clear()
         return [part for part in parts if len(part)]
@@ -119,35 +120,35 @@ def divide_epoch(
     order: Indices,
     batch_size: int,
     worker: int,
-    meeting: Callable[[], Meeting],
-    given: Given | None = None,
+    last_collective: Callable[[], Collective],
+    assigned: AssignedBatches | None = None,
 ) -> Iterator[Indices]:
-    """As :func:`shard_epoch`, among those who are left; ``meeting`` tells of the last one.
+    """Like :func:`shard_epoch`, but among the workers that remain.
 
-    When a worker is lost, what it had been ``given`` since the meeting before, in this epoch or in
-    those before, comes again at the end of the epoch, and the rest is divided among the others. All
-    of them see the loss at the same meeting, and so divide alike.
+    When a worker is lost, the batches ``assigned`` to it since the collective before come again at
+    the end of the epoch, and the remaining data is divided among the others. All workers see the
+    loss in the same collective, and so divide the data in the same way.
     """
-    given = Given() if given is None else given
-    given.keep()
-    here = meeting()
-    order = np.concatenate([order, *given.met(here)])
+    assigned = AssignedBatches() if assigned is None else assigned
+    assigned.save()
+    last = last_collective()
+    order = np.concatenate([order, *assigned.after_collective(last)])
     while len(order):
-        size = batch_size * len(here.members)
+        size = batch_size * len(last.members)
         if len(order) < 2 * size:
-            size = global_batches(len(order), batch_size, len(here.members))[0]
+            size = global_batches(len(order), batch_size, len(last.members))[0]
         batch, order = order[:size], order[size:]
-        given.add(batch)
-        mine = part_of(batch, len(here.members), here.members.index(worker))
-        if len(mine):
-            yield mine
-        here = meeting()
-        if again := given.met(here):
+        assigned.add(batch)
+        own = part_of(batch, len(last.members), last.members.index(worker))
+        if len(own):
+            yield own
+        last = last_collective()
+        if again := assigned.after_collective(last):
             order = np.concatenate([order, *again])
 
 
-class Cut(Sequence[Indices]):
-    """``order`` in batches, the last one as short as it is; each is cut off when it is asked for.
+class Batches(Sequence[Indices]):
+    """``order`` in batches, of which the last may be shorter; each is sliced when it is needed.
 
     >>> [batch.tolist() for batch in Cut(np.arange(5), 2)]
     [[0, 1], [2, 3], [4]]
@@ -174,20 +175,20 @@ class Cut(Sequence[Indices]):
 
 @lru_cache(maxsize=4)
 def shuffled(samples: int, seed: int, number: int, epoch: int) -> Indices:
-    """The order of an epoch, the same for all workers: those of one process share it."""
+    """The order of an epoch, the same for all workers; simulated workers share one copy."""
     order: Indices = stream(seed, "data", number, epoch).permutation(samples)
     order.setflags(write=False)
     return order
 
 
-class Place(NamedTuple):
-    """How far a worker has come in the data of a loader.
+class Position(NamedTuple):
+    """The position of a worker in the data of a loader.
 
     Attributes:
-        epoch: that comes next; while one is under way, that one.
-        taken: how many batches of it this worker has had.
-        under_way: whether the checkpoint was made while the loader was iterated over.
-        tickets: the batches of a queue that this worker has drawn and made no use of.
+        epoch: the current epoch, or the next one between two epochs.
+        taken: how many batches of the epoch this worker has had.
+        under_way: whether the checkpoint was made during an iteration over the loader.
+        tickets: the batches of a queue that this worker has drawn and not used.
     """
 
     epoch: int = 0
@@ -199,9 +200,9 @@ class Place(NamedTuple):
 class PacedLoader:
     """A DataLoader that shares its data with the other workers; each iteration is an epoch.
 
-    ``epoch`` is the number of the epoch that comes next, from 0. After a checkpoint was taken up,
-    an epoch that was under way goes on behind the last batch that was made use of. One that was
-    only looked at comes again (:mod:`paceline.training.hand`).
+    ``epoch`` is the number of the next epoch, from 0. When a run resumes from a checkpoint, the
+    interrupted epoch continues after the last used batch. An epoch that was only previewed starts
+    again (:mod:`paceline.training.pending`).
     """
 
     def __init__(
@@ -210,84 +211,85 @@ class PacedLoader:
         one_of("data", sharing, SHARINGS)
         if sharing == "auto":
             sharing = "shard" if session.strategy.synchronous else "queue"
-        self.sharing, self._next, self._session, self._number = sharing, 0, session, number
+        self.sharing, self._next_epoch, self._session, self._number = sharing, 0, session, number
         self._user_loader = loader
         self._streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if self._streams else _Map(self)
         self.queue = number if sharing == "queue" else None
         self._pass: Pass | None = None
-        self._goes_on: Place | None = None
+        self._resume_at: Position | None = None
         self._done_before = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._pass is not None:
-            self._session.hand.close(self._pass)
-        epoch, self._next = self._next, self._next + 1
-        goes_on = self._goes_on if self._goes_on and self._goes_on.epoch == epoch else Place()
-        this = self._pass = Pass(self, epoch, goes_on)
+            self._session.pending.close(self._pass)
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        saved = self._resume_at
+        resume_at = saved if saved is not None and saved.epoch == epoch else Position()
+        this = self._pass = Pass(self, epoch, resume_at)
         try:
             if epoch < self._done_before:
                 yield from self._sample(this)
             else:
-                yield from self._share(this, goes_on)
+                yield from self._share(this, resume_at)
             this.end()
-        finally:  # in whatever thread a loop that was left is thrown away
+        finally:  # may run in any thread, when an abandoned iterator is collected
             this.leave()
 
-    def _share(self, this: Pass, goes_on: Place) -> Iterator[Any]:
-        """This worker's batches of an epoch, less those that it has had."""
+    def _share(self, this: Pass, resume_at: Position) -> Iterator[Any]:
+        """This worker's batches of an epoch, except those that it had before a checkpoint."""
         session, full, epoch = self._session, self._user_loader.batch_size or 0, this.epoch
         catching_up, asked_s = session.catching_up, session.world.now()
         if self._is_over():
             return
-        for index, samples, share, batch in self._source.batches(epoch, goes_on):
+        for index, samples, share, batch in self._source.batches(epoch, resume_at):
             drawn = DrawnBatch(epoch, index, samples, full, epoch + share, self.queue)
             this.taken += 1
             session.batch_arrived(this, drawn, asked_s)
             yield self._moved(batch)
-            self._came_round(this)
+            self._body_done(this)
             session.between_batches()
             if self._is_over():
                 return
             asked_s = session.world.now()
-        if catching_up and this.taken == goes_on.taken > 0:  # nothing was left of it
+        if catching_up and this.taken == resume_at.taken > 0:  # no batches were left in it
             with session.for_nothing():
                 yield from self._sample(this)
 
-    def _came_round(self, this: Pass) -> None:
+    def _body_done(self, this: Pass) -> None:
         if self._pass is not this:
             raise UsageError(
-                "a loop over a loader must not go on after another one over it was begun: end one"
-                " before the next; to look at samples there, use loader.dataset"
+                "a loop over a loader must not continue after another loop over it was started: end"
+                " one before the next; to look at samples there, use loader.dataset"
             )
-        self._session.hand.came_round(this)
+        self._session.pending.body_done(this)
 
     def _is_over(self) -> bool:
-        """Whether to train on more would be in vain: others have use for those batches."""
+        """Whether this worker should train on no more batches: others can use them."""
         session = self._session
         return torch.is_grad_enabled() and (session.set_aside or session.stopping)
 
     def _sample(self, this: Pass) -> Iterator[Any]:
-        """One batch of an epoch that was begun before a checkpoint: the body runs, for nothing.
+        """One batch of an epoch before the checkpoint: the loop's body runs without training.
 
-        What it leaves behind in variables is then there; the worker makes no step of it.
+        So variables that the body sets exist afterwards; the worker makes no step.
         """
         if self._session.catching_up and (batch := self._source.first(this.epoch)) is not None:
-            self._session.hand.draw(this, self._session.trains)
+            self._session.pending.draw(this, self._session.trains)
             yield self._moved(batch)
-            self._came_round(this)
+            self._body_done(this)
 
     def _moved(self, batch: Any) -> Any:
         return moved(batch, self._session.device)
 
     def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Iterate over a loader; over one that goes on behind a checkpoint, once all is as it was.
+        """Start to iterate over a loader; if that resumes in mid-epoch, restore the state first.
 
-        A loader draws a random number when it begins: this one has drawn it before.
+        A DataLoader draws a random number when it starts; this one drew it before the checkpoint.
         """
-        if self._goes_on is None or not self._goes_on.under_way:
+        if self._resume_at is None or not self._resume_at.under_way:
             return iter(loader)
-        self._goes_on = None
+        self._resume_at = None
         with torch.random.fork_rng(devices=[]):
             batches = iter(loader)
         self._session.catch_up()
@@ -295,91 +297,92 @@ class PacedLoader:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that comes next."""
+        """The number of the next epoch."""
         this = self._pass
-        return this.epoch if this is not None and this.is_look else self._next
+        return this.epoch if this is not None and this.is_preview else self._next_epoch
 
     @property
     def under_way(self) -> bool:
-        """Whether a loop goes over its data."""
+        """Whether a loop over its data is running."""
         this = self._pass
         return this is not None and this.open and this.epoch >= self._done_before
 
     def ahead(self) -> list[int]:
-        """The batches of a queue that were drawn for the loop, and that it has not had."""
+        """The batches of a queue that were prefetched, but that the loop has not had yet."""
         return self._source.ahead()
 
-    def looked_at(self, this: Pass) -> None:
-        """Have an epoch come again of which no use was made, with what was drawn of its queue."""
-        self._next = this.epoch
+    def repeat_epoch(self, this: Pass) -> None:
+        """Repeat an epoch that was only previewed, including batches drawn from its queue."""
+        self._next_epoch = this.epoch
         if this.epoch < self._done_before:
             return
         held = [batch.number for batch in this.held if batch.queue is not None]
         tickets = dict.fromkeys([*held, *self.ahead(), *this.began.tickets])
-        self._source.given.restore()
-        self._goes_on = Place(this.epoch, this.began.taken, False, tuple(tickets))
+        self._source.assigned.restore()
+        self._resume_at = Position(this.epoch, this.began.taken, False, tuple(tickets))
 
     def give_up_tickets(self) -> None:
-        """Forget what was drawn of a queue: others have it by now."""
-        if self._goes_on is not None:
-            self._goes_on = self._goes_on._replace(tickets=())
+        """Forget the batches drawn from a queue: others have taken them."""
+        if self._resume_at is not None:
+            self._resume_at = self._resume_at._replace(tickets=())
 
     @property
-    def place(self) -> Place:
-        """How far this worker has come."""
+    def position(self) -> Position:
+        """The current position of this worker."""
         this = self._pass
         if this is not None and self.under_way:
-            return Place(this.epoch, this.taken, True, tuple(self.ahead()))
-        if self._goes_on is not None and self._goes_on.epoch == self.epoch:
-            return self._goes_on
-        return Place(self.epoch)
+            return Position(this.epoch, this.taken, True, tuple(self.ahead()))
+        if self._resume_at is not None and self._resume_at.epoch == self.epoch:
+            return self._resume_at
+        return Position(self.epoch)
 
-    def go_on(self, place: Place, from_the_top: bool) -> None:
-        """Go on from a place; ``from_the_top``, after as many iterations as there were before."""
-        self._goes_on = place
-        self._done_before = place.epoch if from_the_top else 0
-        self._next = 0 if from_the_top else place.epoch
+    def resume(self, position: Position, from_the_top: bool) -> None:
+        """Resume at a position; ``from_the_top``: the user's loop repeats all earlier epochs."""
+        self._resume_at = position
+        self._done_before = position.epoch if from_the_top else 0
+        self._next_epoch = 0 if from_the_top else position.epoch
 
     @property
     def plain(self) -> DataLoader[Any]:
-        """The loader that was given: its data are nobody's share."""
+        """The user's loader, which is not shared with other workers."""
         return self._user_loader
 
     @property
     def samples(self) -> int | None:
-        """The samples of an epoch, of all workers; None where only reading them would tell."""
+        """The samples of an epoch of all workers; None if only reading them would tell."""
         return self._source.samples
 
     def unseen(self) -> int:
-        """How many batches were lost with their workers, and come again no more: at the end."""
+        """At the end: how many batches were lost with their workers and not trained on again."""
         return self._source.unseen()
 
     def __len__(self) -> int:
-        """Batches of this worker in its next epoch; of a queue, an equal part of them."""
+        """This worker's batches in its next epoch; with a queue, an equal share of all."""
         return self._source.length(self.epoch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._user_loader, name)
 
     def tickets(self, epoch: int) -> Iterator[int]:
-        """The numbers of the batches that this worker takes from the queue."""
+        """The numbers of the batches that this worker takes from the queue, until it is empty."""
         session = self._session
         while True:
             ticket = session.draw(self._number, epoch)
-            session.world.transport.resume()  # the data set or the loop may draw random numbers
+            # the data set or the loop may draw random numbers
+            session.world.transport.resume()
             if ticket is None:
                 return
             yield ticket
 
 
 class _Stream:
-    """An iterable data set: every worker reads it, and keeps the batches that are its own."""
+    """An iterable data set: every worker reads all of it, and keeps its own batches."""
 
     samples: int | None = None
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
-        self.given = Given()
+        self.assigned = AssignedBatches()
         if owner.sharing == "skewed":
             raise UsageError("data (skewed) must not be used with an iterable data set")
 
@@ -388,47 +391,47 @@ class _Stream:
         total = len(self._loader)
         return total if owner.sharing == "static" else -(-total // owner._session.size)
 
-    def batches(self, epoch: int, goes_on: Place) -> Iterator[tuple[int, int, float, Any]]:
+    def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
         stream = self._owner.begin(self._loader)
-        wanted = self._wanted(epoch, goes_on)
-        mine = next(wanted, None)
+        indices = self._own_indices(epoch, resume_at)
+        own = next(indices, None)
         for index, batch in enumerate(stream):
-            if index == mine:
+            if index == own:
                 yield index, _count(batch), 0.0, batch
-                mine = next(wanted, None)
+                own = next(indices, None)
 
     def unseen(self) -> int:
         return 0
 
     def first(self, epoch: int) -> Any:
-        """The first batch there is."""
+        """The first batch of the data set."""
         return next(iter(self._loader), None)
 
     def ahead(self) -> list[int]:
-        """No ticket is drawn before its batch is wanted."""
+        """Always empty: a ticket is drawn only when its batch is needed."""
         return []
 
-    def _wanted(self, epoch: int, goes_on: Place) -> Iterator[int]:
+    def _own_indices(self, epoch: int, resume_at: Position) -> Iterator[int]:
         rank, size = self._owner._session.rank, self._owner._session.size
         if self._owner.sharing == "queue":
-            yield from sorted(goes_on.tickets)
+            yield from sorted(resume_at.tickets)
             yield from self._owner.tickets(epoch)
             return
         step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)
-        index += step * goes_on.taken
+        index += step * resume_at.taken
         while True:
             yield index
             index += step
 
 
 class _Map:
-    """A map-style data set: a plan of index lists, fed to a DataLoader like the user's own."""
+    """A map-style data set: index lists of this worker, for a DataLoader like the user's."""
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader = owner, owner._user_loader
-        self._taken: deque[tuple[int, int, int]] = deque()
-        self.given = Given()
-        self._epoch, self._count, self._goes_on = 0, 1, Place()
+        self._drawn: deque[tuple[int, int, int]] = deque()
+        self.assigned = AssignedBatches()
+        self._epoch, self._count, self._resume_at = 0, 1, Position()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
         self._recipe = _recipe(self._loader)
@@ -446,39 +449,40 @@ class _Map:
     def length(self, epoch: int) -> int:
         if self._owner.sharing == "queue":
             return -(-len(self._queue(epoch)) // self._owner._session.size)
-        return len(self._mine(epoch))
+        return len(self._own(epoch))
 
-    def batches(self, epoch: int, goes_on: Place) -> Iterator[tuple[int, int, float, Any]]:
-        self._epoch, self._goes_on = epoch, goes_on
-        self._taken.clear()
+    def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
+        self._epoch, self._resume_at = epoch, resume_at
+        self._drawn.clear()
         batches = self._owner.begin(self._inner)
         for batch in batches:
-            index, samples, life = self._taken.popleft()
-            if life == self._life:  # those that an earlier life had drawn ahead, others have
+            index, samples, incarnation = self._drawn.popleft()
+            # batches that an earlier incarnation prefetched were given to other workers
+            if incarnation == self._incarnation:
                 yield index, samples, (index + 1) / self._count, batch
 
     def plan(self) -> Iterator[list[int]]:
-        """The index lists of the present epoch, noted as they are drawn."""
+        """The index lists of the current epoch; each is noted when it is drawn."""
         queued = self._owner.sharing == "queue"
-        batches = self._queue(self._epoch) if queued else self._mine(self._epoch)
+        batches = self._queue(self._epoch) if queued else self._own(self._epoch)
         self._count = max(1, len(batches))
         if queued:
             numbered = self._from_queue(batches)
         else:
-            mine = self._divided() if self._may_shrink() else batches
-            numbered = islice(enumerate(mine), self._goes_on.taken, None)
+            own = self._divide() if self._may_shrink() else batches
+            numbered = islice(enumerate(own), self._resume_at.taken, None)
         for index, batch in numbered:
-            self._taken.append((index, len(batch), self._life))
+            self._drawn.append((index, len(batch), self._incarnation))
             yield _as_list(batch)
 
     @property
-    def _life(self) -> int:
+    def _incarnation(self) -> int:
         session = self._owner._session
         return session.world.life(session.rank)
 
     def first(self, epoch: int) -> Any:
-        """The first batch of an epoch; None when there is none."""
-        batches = self._queue(epoch) if self._owner.sharing == "queue" else self._mine(epoch)
+        """The first batch of an epoch; None if the epoch is empty."""
+        batches = self._queue(epoch) if self._owner.sharing == "queue" else self._own(epoch)
         if not len(batches):
             return None
         indices, data = _as_list(batches[0]), cast(Any, self._loader.dataset)
@@ -487,38 +491,38 @@ class _Map:
         return self._loader.collate_fn(chosen)
 
     def ahead(self) -> list[int]:
-        """The batches that were drawn and not yielded; what the loader fetches ahead is."""
-        return [index for index, *_ in self._taken] if self._owner.sharing == "queue" else []
+        """The batches of a queue that were drawn and not yielded: the loader prefetches them."""
+        return [index for index, *_ in self._drawn] if self._owner.sharing == "queue" else []
 
     def _may_shrink(self) -> bool:
-        """Whether workers may be lost on the way whose part of the data the others take over."""
+        """Whether workers may be lost during the epoch, and others take over their data."""
         session = self._owner._session
         plain = not isinstance(self._order(self._epoch), list)
         return session.world.elastic and self._owner.sharing == "shard" and plain
 
-    def _divided(self) -> Iterator[Indices]:
-        """This worker's part of the epoch among those who are left."""
+    def _divide(self) -> Iterator[Indices]:
+        """This worker's part of the epoch, divided among the remaining workers."""
         order = self._order(self._epoch)
         assert not isinstance(order, list)
         rank, size = self._owner._session.rank, self._recipe.batch_size
-        return divide_epoch(self._whole(order), size, rank, self._meeting, self.given)
+        return divide_epoch(self._whole(order), size, rank, self._last_collective, self.assigned)
 
-    def _meeting(self) -> Meeting:
+    def _last_collective(self) -> Collective:
         comm = self._owner._session.world
-        return Meeting(comm.meetings, tuple(r for r in comm.present() if r < self._workers))
+        return Collective(comm.meetings, tuple(r for r in comm.present() if r < self._workers))
 
     def unseen(self) -> int:
-        """How many batches were lost with their workers after the last epoch was divided."""
-        return len(self.given.met(self._meeting()))
+        """How many batches were lost with their workers since the last collective."""
+        return len(self.assigned.after_collective(self._last_collective()))
 
     def _whole(self, order: Indices) -> Indices:
-        """Without what is left over, where the loader drops that."""
+        """``order`` without its last incomplete global batch, if the loader drops that."""
         if not self._recipe.drop_last:
             return order
         return order[: len(order) - len(order) % (self._recipe.batch_size * self._workers)]
 
     def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        for ticket in self._goes_on.tickets:
+        for ticket in self._resume_at.tickets:
             yield ticket, queue[ticket]
         for ticket in self._owner.tickets(self._epoch):
             if ticket >= len(queue):
@@ -530,20 +534,20 @@ class _Map:
         order = self._order(epoch)
         if isinstance(order, list):
             return order
-        return self._cut(order)
+        return self._split(order)
 
-    def _mine(self, epoch: int) -> Sequence[Any]:
+    def _own(self, epoch: int) -> Sequence[Any]:
         session, order = self._owner._session, self._order(epoch)
         if isinstance(order, list):
             return order[session.rank :: session.size]
         if self._shards is not None:
             shard = self._shards[session.rank]
             random = stream(session.seed, "shard", epoch, session.rank)
-            return self._cut(random.permutation(shard))
+            return self._split(random.permutation(shard))
         return shard_epoch(self._whole(order), self._recipe.batch_size, session.size, session.rank)
 
-    def _cut(self, order: Indices) -> Cut:
-        return Cut(order, self._recipe.batch_size, self._recipe.drop_last)
+    def _split(self, order: Indices) -> Batches:
+        return Batches(order, self._recipe.batch_size, self._recipe.drop_last)
 
     @property
     def _workers(self) -> int:
@@ -564,7 +568,7 @@ def _as_list(batch: Any) -> list[int]:
 
 
 class _Plan:
-    """The batch sampler of a :class:`_Map`; an object, so that loader processes can copy it."""
+    """The batch sampler of a :class:`_Map`; a class, so that loader processes can copy it."""
 
     def __init__(self, source: _Map) -> None:
         self._source = source
@@ -577,15 +581,15 @@ class _Plan:
 
 
 class _Recipe(NamedTuple):
-    """How a loader makes an epoch's batches.
+    """How a loader makes the batches of an epoch.
 
     Attributes:
-        samples: of the data set.
-        shuffle: whether a plain loader shuffles them.
-        batch_size: of the batches that are cut from an order of samples.
-        drop_last: whether what is left over then is dropped.
-        sampler: who draws the order, or whole batches, where that is not a plain loader's business.
-        draws_batches: whether it is whole batches.
+        samples: the number of samples in the data set.
+        shuffle: whether they are shuffled.
+        batch_size: the size of the batches that an order of samples is split into.
+        drop_last: whether an incomplete last batch is dropped.
+        sampler: the user's own sampler of samples or batches; None for a plain loader.
+        draws_batches: whether ``sampler`` draws whole batches.
     """
 
     samples: int
@@ -597,12 +601,13 @@ class _Recipe(NamedTuple):
 
 
 def _recipe(loader: DataLoader[Any]) -> _Recipe:
-    """Take a loader's samplers apart.
+    """Determine from a loader's samplers how it makes batches.
 
-    A DistributedSampler gives way to our own sharing: it would leave each worker a part of a part.
+    A DistributedSampler is replaced: together with our sharing, each worker would get a part of a
+    part.
     """
     batches, samples = loader.batch_sampler, len(cast(Sized, loader.dataset))
-    if type(batches) is not BatchSampler:  # one with a rule of its own
+    if type(batches) is not BatchSampler:  # the user's own batch sampler
         _refuse_sharing(batches)
         return _Recipe(samples, False, 0, False, batches, draws_batches=True)
     sampler: Any = batches.sampler
@@ -619,20 +624,20 @@ def _recipe(loader: DataLoader[Any]) -> _Recipe:
 
 
 def _refuse_sharing(sampler: Any) -> None:
-    """Refuse a sampler that leaves out what it takes to be the share of others."""
-    for each in (sampler, getattr(sampler, "sampler", None)):
-        replicas = getattr(each, "num_replicas", 1)
+    """Refuse a sampler that divides the data among replicas itself."""
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        replicas = getattr(part, "num_replicas", 1)
         if isinstance(replicas, int) and replicas > 1:
             raise UsageError(
-                f"{type(each).__name__} (num_replicas {replicas}) must not share the data out:"
-                " setup_dataloaders does so; leave it out, or give it num_replicas=1 and rank=0"
+                f"{type(part).__name__} (num_replicas {replicas}) must not divide the data, because"
+                " setup_dataloaders does so; remove it, or give it num_replicas=1 and rank=0"
             )
 
 
 def _order(recipe: _Recipe, seed: int, number: int) -> Callable[[int], Indices | list[list[int]]]:
-    """A function that gives an epoch's order: indices, or whole batches of the user's own.
+    """A function from an epoch to its order: sample indices, or the user's own batches.
 
-    All workers have to come to the same one, each by itself.
+    Each worker computes it by itself, and all must get the same.
     """
     if recipe.sampler is not None:
         return _Draws(recipe.sampler, recipe.draws_batches, seed, number)
@@ -642,7 +647,7 @@ def _order(recipe: _Recipe, seed: int, number: int) -> Callable[[int], Indices |
 
 
 class _Draws:
-    """What a sampler of the user's own draws for an epoch: one draw, by seed and epoch alone."""
+    """The order that the user's own sampler draws; it depends only on seed and epoch."""
 
     def __init__(self, sampler: Any, batches: bool, seed: int, number: int) -> None:
         self._sampler, self._batches = sampler, batches
@@ -657,8 +662,8 @@ class _Draws:
         return self._last[1]
 
     def _draw(self, epoch: int) -> Indices | list[list[int]]:
-        if callable(tell := getattr(self._sampler, "set_epoch", None)):
-            tell(epoch)
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
         seed = int(stream(self._seed, "data", self._number, epoch).integers(2**31))
         parts = (self._sampler, getattr(self._sampler, "sampler", None))
         with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
@@ -667,20 +672,20 @@ class _Draws:
             return np.fromiter(self._sampler, dtype=np.int64)
 
     def _check(self, epoch: int) -> None:
-        """Refuse a sampler of which each worker would have another draw."""
+        """Refuse a sampler that would draw something else on each worker."""
         one, other = self._draw(epoch), self._draw(epoch)
         if len(one) != len(other) or any(
             not np.array_equal(a, b) for a, b in zip(one, other, strict=True)
         ):
             raise UsageError(
-                f"{type(self._sampler).__name__} must draw the same for the same seed, so that"
-                " workers can share what it draws: by the global generators of torch, numpy or"
-                " Python, by a torch generator that it calls generator, or by set_epoch(epoch)"
+                f"{type(self._sampler).__name__} must draw the same for the same seed on every"
+                " worker: from the global generators of torch, numpy or Python, from a torch"
+                " generator in its attribute generator, or by set_epoch(epoch)"
             )
 
 
 def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
-    """A loader like the user's, on our plan of batches."""
+    """A loader like the user's, with our batch sampler."""
     return DataLoader(
         loader.dataset,
         batch_sampler=plan,
@@ -697,7 +702,7 @@ def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
 
 
 class _StartOnAllCores:
-    """Starts a loader's process: not on the one core of a simulation, then as the user wants."""
+    """Starts a loader's process on all cores, even in a simulation, then as the user wants."""
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self._start = start
@@ -718,7 +723,7 @@ def _labels(dataset: Any) -> Indices:
 
 
 def _count(batch: Any) -> int:
-    """The samples of a batch: the first length that is found in it."""
+    """The number of samples in a batch: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
     if isinstance(batch, dict):

@@ -1,8 +1,8 @@
-"""Whether workers that keep step also step with the same learning rates.
+"""Check that the workers of a synchronous method step with the same learning rates.
 
 A scheduler that follows a metric of one worker, such as ``ReduceLROnPlateau`` on its own loss,
-gives each worker other rates. Where all apply the same update, replicas then drift apart. Workers
-look at the rates of one another seldom and without waiting, and once more at the end.
+gives each worker different rates. If all apply the same update, their replicas then drift apart.
+Workers compare their rates now and then without waiting, and once more at the end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from paceline.strategies.base import Strategy
 
 EVERY = 64
-"""Steps between two looks."""
+"""Steps between two comparisons."""
 REMEMBERED = 4096
-"""Changes of its rates that a worker remembers: others may have made fewer steps."""
+"""How many changes of its rates a worker remembers: others may have made fewer steps."""
 
 
 class Rates:
-    """The learning rates of one worker, beside those of the others.
+    """The learning rates of one worker, compared with those of the others.
 
     Args:
-        strategy: the method; a synchronous one.
-        replica: whose optimizer has them.
+        strategy: a synchronous strategy.
+        replica: the replica whose optimizer has the rates.
     """
 
     def __init__(self, strategy: Strategy, replica: Replica) -> None:
@@ -40,46 +40,46 @@ class Rates:
         self._changes = deque[tuple[int, list[float]]](maxlen=REMEMBERED)
 
     def after_step(self, step: int) -> None:
-        """Remember the rates of a step; now and then show them, and look at a neighbour's."""
+        """Remember the rates of a step; now and then compare them with a neighbor's."""
         self._step, lrs = step, self._replica.lrs()
         if not self._changes or lrs != self._changes[-1][1]:
             self._changes.append((step, lrs))
         if step % EVERY == 0 and self._strategy.equal_rates:
-            self._look()
+            self._compare()
 
     def _at(self, step: int) -> list[float] | None:
-        """The rates of a step; None where they are not known, or not known any more."""
+        """The rates of a step; None if they are unknown, or no longer remembered."""
         if step > self._step:
             return None
         return next((lrs for first, lrs in reversed(self._changes) if first <= step), None)
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         comm = self._strategy.comm.uncharged()
-        shown = [float(self._step), *(self._at(self._step) or ())]
-        comm.publish(torch.tensor(shown, dtype=torch.float64))
+        own = [float(self._step), *(self._at(self._step) or ())]
+        comm.publish(torch.tensor(own, dtype=torch.float64))
         others = [rank for rank in comm.alive() if rank < self._strategy.workers]
-        neighbour = next((rank for rank in others if rank > comm.rank), others[0])
-        if neighbour == comm.rank or (seen := comm.peek(neighbour)) is None:
+        neighbor = next((rank for rank in others if rank > comm.rank), others[0])
+        if neighbor == comm.rank or (published := comm.peek(neighbor)) is None:
             return
-        step, *theirs = seen[1].tolist()
+        step, *theirs = published[1].tolist()
         ours = self._at(round(step))
         if ours is not None and ours != theirs:
-            told = _difference(round(step), {comm.rank: ours, neighbour: theirs})
-            raise UsageError(f"{told}. {self._advice}")
+            difference = _difference(round(step), {comm.rank: ours, neighbor: theirs})
+            raise UsageError(f"{difference}. {self._advice}")
 
     def at_end(self) -> None:
-        """Compare the rates of the last step that all have made who have made any."""
+        """Compare the rates of the last step that all workers with any steps have made."""
         step, rates = self._strategy.among_live(self._gather, measuring=True)
         if all(lrs == next(iter(rates.values())) for lrs in rates.values()):
             return
-        told = f"{_difference(step, rates)}. {self._advice}"
+        message = f"{_difference(step, rates)}. {self._advice}"
         if self._strategy.equal_rates:
-            raise UsageError(told)
+            raise UsageError(message)
         if self._strategy.comm.rank == min(rates):
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(message, stacklevel=2)
 
     def _gather(self, workers: Comm) -> tuple[int, dict[int, list[float]]]:
-        """That step, and the rates in it of those who know them."""
+        """The step to compare, and each worker's rates in it, if the worker remembers them."""
         own, count = self._strategy.comm.rank, self._strategy.workers
         steps = torch.zeros(count, dtype=torch.float64)
         steps[own] = self._step
@@ -95,15 +95,15 @@ class Rates:
     @property
     def _advice(self) -> str:
         name = type(self._strategy).__name__
-        rule = f"{name} keeps replicas equal only while these are; " * self._strategy.equal_rates
+        rule = f"{name} needs equal rates to keep replicas equal; " * self._strategy.equal_rates
         return (
-            f"{rule}a scheduler must go by what is the same on all of them. Of a metric that is its"
-            " mean: scheduler.step(worker.reduce(loss))"
+            f"{rule}a scheduler must follow a value that is the same on all workers, such as the"
+            " mean of a metric: scheduler.step(worker.reduce(loss))"
         )
 
 
 def _difference(step: int, rates: dict[int, list[float]]) -> str:
-    """Two ranks with unequal rates at a step, and their rates."""
+    """A message that names two ranks with unequal rates in a step, and their rates."""
     first, *others = rates
     other = next(rank for rank in others if rates[rank] != rates[first])
     pairs = enumerate(zip(rates[first], rates[other], strict=True))

@@ -1,12 +1,12 @@
-"""What a model holds beside its trained parameters: buffers, and parameters that are not trained.
+"""The rest of a model beside its trained parameters: buffers, and parameters that are frozen.
 
-While they train, workers have buffers of their own: each sees other data. The method's answer is
-one model, with one set of them. Floating-point buffers of the state dict, the running statistics of
-BatchNorm above all, are averaged, each worker's with the samples that it has trained on as its
-weight; what BatchNorm counts is added up. All others are those of the first worker.
+During training each worker has its own buffers, because it sees different data. The method's answer
+is one model with one set of buffers. Floating-point buffers of the state dict (above all the
+running statistics of BatchNorm) are averaged, weighted by the samples that each worker trained on.
+The batch counts of BatchNorm are added up. Everything else comes from the first worker.
 
-The running variance of the answer is that of all workers' data together: the mean of the variances,
-and the variance of the means.
+The running variance of the answer is that of all workers' data together: the mean of the variances
+plus the variance of the means.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ COUNT = "num_batches_tracked"
 
 
 class Slot(NamedTuple):
-    """A buffer of a module, and how it was in the beginning: the module may replace it."""
+    """A buffer of a module and its initial tensor; the module may replace the tensor later."""
 
     owner: nn.Module
     name: str
     first: Tensor
 
     def read(self) -> Tensor | None:
-        """The buffer as it is now, unless it has another size by now."""
+        """The current buffer; None if its size or dtype has changed."""
         now, first = getattr(self.owner, self.name, None), self.first
         if not isinstance(now, Tensor) or (now.shape, now.dtype) != (first.shape, first.dtype):
             return None
         return now.detach()
 
     def write(self, value: Tensor | None) -> None:
-        """Set the buffer, unless it has another size by now."""
+        """Set the buffer, unless its size or dtype has changed."""
         now = self.read()
         if now is not None and value is not None:
             now.copy_(value.view(now.shape))
 
 
 Unit = tuple[Slot, ...]
-"""A buffer that is averaged; or a running mean and its variance."""
+"""One averaged buffer, or a running mean together with its variance."""
 
 
 class Share(NamedTuple):
-    """What a worker brings to the average.
+    """What a worker contributes to the average.
 
     Attributes:
-        weight: what its buffers count for.
+        weight: the weight of its buffers.
         values: its buffers, in the order of the slots.
-        base: what counts began with, the same on all workers.
-        own: where this worker's own counting began.
+        base: the batch counts at the start of the run, the same on all workers.
+        own: the batch counts at which this worker started.
     """
 
     weight: int
@@ -69,8 +69,8 @@ class Rest:
     """The buffers of a worker's model, and its parameters that are not trained.
 
     Args:
-        model: of the worker.
-        trained: the identities of its trained parameters.
+        model: the worker's model.
+        trained: the ids of its trained parameters.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[int]) -> None:
@@ -92,7 +92,7 @@ class Rest:
 
     @property
     def has_fixed(self) -> bool:
-        """Whether there is more than those."""
+        """Whether the model has other buffers, or frozen parameters."""
         return bool(self._fixed)
 
     @property
@@ -103,21 +103,21 @@ class Rest:
     # All of it, as bytes -------------------------------------------------------------------------
 
     def by_dtype(self) -> Iterator[list[Tensor]]:
-        """All tensors of the rest, those of one dtype together."""
-        every = [*self._fixed, *(slot.first.detach() for slot in self._slots)]
-        for dtype in sorted({t.dtype for t in every}, key=str):
-            yield [t for t in every if t.dtype is dtype]
+        """All buffers and frozen parameters, grouped by dtype."""
+        tensors = [*self._fixed, *(slot.first.detach() for slot in self._slots)]
+        for dtype in sorted({t.dtype for t in tensors}, key=str):
+            yield [t for t in tensors if t.dtype is dtype]
 
     def begin(self) -> None:
-        """Begin to count, with the buffers of the first worker."""
+        """Start counting batches from the current buffers, which are those of the first worker."""
         self._own = self._base = self._counted()
 
     def fixed(self) -> Tensor:
-        """What is not averaged, as bytes."""
+        """The tensors that are not averaged, as bytes."""
         return pack(self._fixed)
 
     def load_fixed(self, content: Tensor) -> None:
-        """Take up what :meth:`fixed` gave."""
+        """Set the tensors that are not averaged from the bytes of :meth:`fixed`."""
         unpack(content, self._fixed)
 
     # The average ---------------------------------------------------------------------------------
@@ -127,27 +127,27 @@ class Rest:
         return [None if (now := slot.read()) is None else now.clone() for slot in self._slots]
 
     def write(self, values: Sequence[Tensor | None]) -> None:
-        """Set them to what :meth:`read` gave."""
+        """Set the buffers that are averaged to what :meth:`read` returned."""
         for slot, value in zip(self._slots, values, strict=True):
             slot.write(value)
 
     def share(self, weight: int) -> Tensor:
-        """This worker's part of the sum that :meth:`fit` is given."""
+        """This worker's term of the sum that :meth:`fit` takes."""
         return self._weigh(Share(weight, [slot.read() for slot in self._slots], [], self._own))
 
     def share_of(self, packet: Tensor) -> Tensor:
-        """The part of another worker, by what it has shown."""
+        """The term of another worker, from the packet that it published."""
         return self._weigh(self._open(packet))
 
     def _weigh(self, share: Share) -> Tensor:
-        """The weight of each unit; what was counted; then the units, times the weight."""
+        """The weight of each unit, the counted batches, then each unit times its weight."""
         weight, values = share.weight, iter(share.values)
         weights, weighted = [], []
         for unit in self._units:
             moments = _moments([next(values) for _ in unit], unit)
-            sound = bool(torch.isfinite(moments).all())
-            weights.append(weight if sound else 0)
-            weighted.append(moments * weight if sound else torch.zeros_like(moments))
+            finite = bool(torch.isfinite(moments).all())
+            weights.append(weight if finite else 0)
+            weighted.append(moments * weight if finite else torch.zeros_like(moments))
         gains = [
             max(int(count) - own, 0) if weight and count is not None else 0
             for count, own in zip(values, share.own, strict=True)
@@ -155,7 +155,7 @@ class Rest:
         return torch.cat([torch.tensor([*weights, *gains], dtype=torch.float64), *weighted])
 
     def fit(self, total: Tensor) -> None:
-        """Set the buffers to the average, by the sum of the workers' shares."""
+        """Set the buffers to the average, given the sum of the workers' terms."""
         units, counts = len(self._units), len(self._counts)
         weights, gains, *sums = total.split(
             [units, counts, *(sum(s.first.numel() for s in unit) for unit in self._units)]
@@ -171,10 +171,10 @@ class Rest:
         for slot, base, gain in zip(self._counts, self._base, gains.tolist(), strict=True):
             slot.write(torch.tensor(base + round(gain)))
 
-    # For others to see ---------------------------------------------------------------------------
+    # For other workers ---------------------------------------------------------------------------
 
     def packet(self, weight: int) -> Tensor | None:
-        """What others may see of the slots; None when one has another size by now."""
+        """The buffers that others may read; None if the size of one has changed."""
         values = [now for slot in self._slots if (now := slot.read()) is not None]
         if len(values) < len(self._slots):
             return None
@@ -188,11 +188,11 @@ class Rest:
         unpack(content.vector, values)
         return Share(weight, values, numbers[:counts], numbers[counts:])
 
-    def adopt(self, parcels: Sequence[Tensor]) -> None:
-        """Take the average of other workers, by what they have shown, and go on from there."""
-        shares = [self._open(packet) for packet in parcels]
+    def adopt(self, packets: Sequence[Tensor]) -> None:
+        """Start from the average of other workers' published packets."""
+        shares = [self._open(packet) for packet in packets]
         for share in shares[:1]:
-            self.write(share.values)  # also where nobody has trained yet
+            self.write(share.values)  # the average has no weight if no worker has trained yet
             self._base = [*share.base]
             self.fit(torch.stack([self._weigh(each) for each in shares]).sum(0))
             self._own = self._counted()
@@ -200,16 +200,16 @@ class Rest:
     # For checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Sequence[int]]:
-        """What a checkpoint holds beside the state of the model: where counts began."""
+        """The initial batch counts, which a checkpoint holds beside the model's state."""
         return {"base": self._base, "own": self._own}
 
     def load_state(self, state: dict[str, Sequence[int]]) -> None:
-        """Take up what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         self._base, self._own = [*state["base"]], [*state["own"]]
 
 
 def _units(model: nn.Module) -> Iterator[Unit]:
-    """The floating-point buffers of the state dict; a mean and its variance go together."""
+    """The floating-point buffers of the state dict; a mean and its variance form one unit."""
     for module in model.modules():
         persistent = {
             name: buffer
@@ -231,7 +231,7 @@ def _counts(model: nn.Module) -> Iterator[Slot]:
 def _moments(values: Sequence[Tensor | None], unit: Unit) -> Tensor:
     """A unit in double precision, with the mean square in place of the variance.
 
-    Not a number, where a buffer has another size by now.
+    A buffer whose size has changed becomes NaN.
     """
     numbers = [
         torch.full((slot.first.numel(),), torch.nan, dtype=torch.float64)
@@ -243,7 +243,7 @@ def _moments(values: Sequence[Tensor | None], unit: Unit) -> Tensor:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of any dtypes as bytes, in memory of the host.
+    """Tensors of any dtypes as bytes, in host memory.
 
     >>> content = pack([torch.ones(2), torch.tensor(7)])
     >>> out = [torch.zeros(2), torch.tensor(0)]
@@ -257,33 +257,33 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(content: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Fill tensors with the bytes that :meth:`pack` made of others like them."""
+    """Fill tensors with the bytes that :meth:`pack` made from tensors of the same layout."""
     parts = content.split([t.nbytes for t in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Take the running statistics of BatchNorm anew, as means over batches; return how many.
+    """Recompute the running statistics of BatchNorm over ``batches``; return how many there were.
 
-    Every other module is as in evaluation. Modes and momenta are afterwards as before.
+    All other modules are in evaluation mode meanwhile. Modes and momenta are restored.
     """
-    every = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    norms = {norm: norm.momentum for norm in every if norm.running_mean is not None}
-    before = [(module, module.training) for module in model.modules()]
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    norms = {norm: norm.momentum for norm in layers if norm.running_mean is not None}
+    modes = [(module, module.training) for module in model.modules()]
     count = 0
     try:
-        for module, _ in before:
+        for module, _ in modes:
             module.training = module in norms
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # every batch counts alike
+            norm.momentum = None  # every batch has the same weight
         with torch.no_grad():
             for batch in batches:
                 model(batch[0] if isinstance(batch, (list, tuple)) else batch)
                 count += 1
     finally:
-        for module, training in before:
+        for module, training in modes:
             module.training = training
         for norm, momentum in norms.items():
             norm.momentum = momentum

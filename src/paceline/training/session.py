@@ -31,11 +31,11 @@ from paceline.strategies.base import RankListener, Strategy
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
 from paceline.training.checkpointing import CheckpointParticipant, read_generators, write_generators
-from paceline.training.hand import DrawnBatch, Hand, Pass
 from paceline.training.hooks import Loads
 from paceline.training.listener import Listener
-from paceline.training.loader import PacedLoader, Place
+from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
+from paceline.training.pending import DrawnBatch, Pass, PendingBatches
 from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Session(RankListener):
 
     Attributes:
         world: all ranks; ``comm``: the workers among themselves.
-        hand: the batches that were drawn for no step so far.
+        pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
         consensus: how far the workers were apart just before the end.
         unseen_batches: how many were lost with their workers.
@@ -95,8 +95,8 @@ class Session(RankListener):
         self.stepper: Stepper | None = None
         self.model: nn.Module | None = None
         self.loaders: dict[int, PacedLoader] = {}
-        self.hand = Hand(self.world.done_with, self._forget)
-        self.places: dict[int, Place] = {}
+        self.pending = PendingBatches(self.world.done_with, self._forget)
+        self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
         self.finished = False
         self._costs, self._told_s, self._stepped = costs, 0.0, False
@@ -201,7 +201,7 @@ class Session(RankListener):
     def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
         transport, costs, training = self.transport, self._costs, self.trains
-        self.hand.draw(loop, training)
+        self.pending.draw(loop, training)
         loop.held.append(batch)
         if self.catching_up:
             return
@@ -270,7 +270,7 @@ class Session(RankListener):
 
     def step_asked(self) -> None:
         """Tell what a step is made of from what was only looked at."""
-        self.hand.before_step()
+        self.pending.before_step()
 
     def step_skipped(self) -> None:
         """Count a step that lies before the checkpoint that the run goes on from."""
@@ -283,7 +283,7 @@ class Session(RankListener):
 
     def after_step(self) -> None:
         """Have done with the batches of a step; show buffers, and make a checkpoint, if due."""
-        self.hand.after_step()
+        self.pending.after_step()
         self.buffers.after_step()
         if self.checkpointing is not None:
             self._stepped = True
@@ -302,7 +302,7 @@ class Session(RankListener):
     def has_returned(self) -> None:
         """In another life, nothing counts that was under way: others have its batches by now."""
         self.loads.forget()
-        self.hand.drop()
+        self.pending.drop()
         for loader in self.loaders.values():
             loader.give_up_tickets()
         for span in self.running.replica.flat.spans:
@@ -321,7 +321,7 @@ class Session(RankListener):
         if self.stepper is None or self.finished:
             return
         self.finished = True
-        self.hand.close_all()
+        self.pending.close_all()
         self.loads.end(partial(self._come_to_the_end, self.stepper))
 
     def _come_to_the_end(self, stepper: Stepper) -> None:
@@ -385,7 +385,7 @@ class Session(RankListener):
             "optimizer": self.running.replica.optimizer.state_dict(),
             "rest": self.buffers.state(),
             "tracked": {name: thing.state_dict() for name, thing in self.tracked.items()},
-            "loaders": [tuple(loader.place) for loader in self.loaders.values()],
+            "loaders": [tuple(loader.position) for loader in self.loaders.values()],
             "epochs_done": self.epochs_done,
         }
 
@@ -424,12 +424,12 @@ class Session(RankListener):
             self._load_model(state)
             self.buffers.show_again()
 
-    def go_on_from(self, places: list[Place], epochs_done: float) -> None:
+    def go_on_from(self, positions: list[Position], epochs_done: float) -> None:
         """Have the loaders, those that are here and those to come, go on from these places."""
-        self.places, self.epochs_done = dict(enumerate(places)), epochs_done
+        self.positions, self.epochs_done = dict(enumerate(positions)), epochs_done
         for number, loader in enumerate(self.loaders.values()):
-            if number in self.places:
-                loader.go_on(self.places[number], self.catching_up)
+            if number in self.positions:
+                loader.resume(self.positions[number], self.catching_up)
 
     def catch_up(self) -> None:
         """Be where the checkpoint was made that the run goes on from, if there is one."""

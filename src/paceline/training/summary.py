@@ -1,4 +1,4 @@
-"""The numbers of one worker at its end, for the result of the run."""
+"""The final numbers of one worker, for the result of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.training.stepper import Mark
 
 
 def summary_of(session: Session) -> Summary:
-    """Sum up a worker that has finished."""
+    """The summary of a rank that has finished."""
     stepper, meter = session.stepper, session.meter
     now = Mark(session.world.now(), time.monotonic(), 0.0)
     first, last = (stepper.first or now, stepper.last or now) if stepper else (now, now)
@@ -40,7 +40,7 @@ def summary_of(session: Session) -> Summary:
 
 
 def _rate_of(session: Session) -> float | None:
-    """Samples a second of the run's clock, after the first step, in which all is still cold."""
+    """Samples per second on the run's clock, without the first step, which warms up."""
     stepper = session.stepper
     if (
         stepper is None
@@ -54,7 +54,7 @@ def _rate_of(session: Session) -> float | None:
 
 
 def _dropped_by(session: Session) -> int:
-    """How many updates this rank has dropped: its own, and those of others."""
+    """How many updates this rank dropped, of its own and of others."""
     return 0 if session.stepper is None else session.strategy.guard.dropped.total()
 
 

@@ -23,7 +23,7 @@ from paceline.common.seeds import all_seeded, stream
 from paceline.errors import UsageError
 from paceline.record.result import Metric
 from paceline.training.checkpointing import read_generators, write_generators
-from paceline.training.loader import PacedLoader, Place, Sharing, moved
+from paceline.training.loader import PacedLoader, Position, Sharing, moved
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.rest import recalibrate
 from paceline.training.session import Session
@@ -106,8 +106,8 @@ class Worker:
         if id(loader) not in loaders:
             number = len(loaders)
             paced = loaders[id(loader)] = PacedLoader(loader, session, data, number)
-            if number in session.places:
-                paced.go_on(session.places[number], session.catching_up)
+            if number in session.positions:
+                paced.resume(session.positions[number], session.catching_up)
         return loaders[id(loader)]
 
     @property
@@ -349,7 +349,7 @@ class Worker:
         if self._session.catching_up:
             return
         state = load_state(Path(folder), f"rank{self.rank}")
-        places = [Place(*place) for place in state["loaders"]]
+        places = [Position(*place) for place in state["loaders"]]
         self._session.go_on_from(places, state["epochs_done"])
         self._session.load_own_state(state)
         self.strategy.load_state_dict(state["strategy"])
