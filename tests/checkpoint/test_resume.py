@@ -345,7 +345,7 @@ def remove_manifests(folders):
 SPOILS = {
     change_version: r"version \(1\) must be 2: another Paceline wrote it",
     lengthen_metrics: r"metrics.json has \d+ bytes, but was written with \d+",
-    swap: r"manifest.json is that of step-0000000\d\d: the folder must have this name",
+    swap: r"manifest.json belongs to step-0000000\d\d: the folder must have this name",
     remove_manifests: r"step-000000016 cannot be used: .*manifest.json",
 }
 

@@ -150,7 +150,7 @@ def divide_epoch(
 class Batches(Sequence[Indices]):
     """``order`` in batches, of which the last may be shorter; each is sliced when it is needed.
 
-    >>> [batch.tolist() for batch in Cut(np.arange(5), 2)]
+    >>> [batch.tolist() for batch in Batches(np.arange(5), 2)]
     [[0, 1], [2, 3], [4]]
     """
 
