@@ -1,1 +1,1 @@
-"""The laboratory: comparisons, papers, benchmarks, calibration, faults."""
+"""The laboratory: comparisons, papers, benchmarks, calibration, fault tests and drills."""

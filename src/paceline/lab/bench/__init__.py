@@ -1,1 +1,1 @@
-"""The benchmarks against the peers: each compares in one run, interleaved, by medians."""
+"""Benchmarks against torch and gloo: each compares in one run, interleaved, by medians."""

@@ -1,7 +1,7 @@
 """``paceline bench comm``: averaging a vector among processes of one host.
 
 Every repeat times each engine in turn, in the same processes, so that a slow moment of the machine
-hits all of them; a repeat counts for as long as its slowest rank took.
+affects all of them. The time of a repeat is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def bench_comm(
     rows = []
     for count in workers:
         argument = {"sizes": sizes, "repeats": repeats, "port": free_port()}
-        told = run_ranks(refer_to(time_engines), [argument] * count)
-        for row in _rows(told, count, sizes):
+        ranks = run_ranks(refer_to(time_engines), [argument] * count)
+        for row in _rows(ranks, count, sizes):
             rows.append(row)
             on_row(row)
     return rows
 
 
 def time_engines(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
-    """On one rank: the seconds of each repeat, by size and engine."""
+    """Time each engine on one rank: the seconds of each repeat, by size and engine."""
     comm = Comm(transport)
     join_gloo(comm, argument["port"])
-    told: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for nbytes in argument["sizes"]:
         engines = _engines(comm, transport, nbytes // 4)
-        seconds = told[str(nbytes)] = {name: [] for name in engines}
+        seconds = times[str(nbytes)] = {name: [] for name in engines}
         calls = _calls(nbytes)
         for repeat in range(argument["repeats"] + 1):
             for name, run in engines.items():
@@ -56,11 +56,11 @@ def time_engines(transport: Transport, channel: Channel, argument: dict[str, Any
                 if repeat:
                     seconds[name].append((time.perf_counter() - start) / calls)
     dist.destroy_process_group()
-    return told
+    return times
 
 
 def _calls(nbytes: int) -> int:
-    """Calls in a row that make one repeat: enough to see more than the start of them."""
+    """How many calls make one repeat: enough that the first call does not dominate."""
     return max(2, min(20, (80 << 20) // nbytes))
 
 
@@ -82,10 +82,10 @@ def _check(comm: Comm, x: Tensor) -> None:
     assert bool((x == expected).all()), f"all-reduce gave {x}, expected {expected}"
 
 
-def _rows(told: list[Any], workers: int, sizes: list[int]) -> list[dict[str, Any]]:
+def _rows(reports: list[Any], workers: int, sizes: list[int]) -> list[dict[str, Any]]:
     rows = []
     for nbytes in sizes:
-        ranks = [rank[str(nbytes)] for rank in told]
+        ranks = [report[str(nbytes)] for report in reports]
         slowest = {
             engine: [max(times) for times in zip(*(rank[engine] for rank in ranks), strict=True)]
             for engine in ranks[0]

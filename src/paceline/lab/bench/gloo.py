@@ -1,4 +1,4 @@
-"""A gloo group for the peers that are measured, among ranks that have their own transport."""
+"""A gloo group for torch's own engines, among ranks that also have a transport of Paceline."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.comm.torch_distributed.transport import open_store
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
+    """A free port on the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 def join_gloo(comm: Comm, port: int) -> None:
-    """Make torch's default group of all ranks, on the loopback."""
+    """Make all ranks torch's default process group, over the loopback interface."""
     if comm.rank == 0:
         store = open_store("127.0.0.1", port, 0, comm.size)
     comm.barrier()

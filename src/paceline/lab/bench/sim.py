@@ -1,9 +1,9 @@
-"""``paceline bench sim``: what the simulator costs, beside the gradients that it computes.
+"""``paceline bench sim``: the cost of the simulator, on top of the gradients that it computes.
 
-Kernel: events a second when ranks do nothing but compute, post and poll. Gradients: the built-in
-networks under ``allreduce``, against a plain loop that makes the same steps (draw a batch, forward,
-backward, update) with as many replicas and no simulator, in turns. Scale: what a step of one worker
-costs when there are few of them and when there are a thousand.
+Kernel: events per second when ranks only compute, post and poll. Gradients: the built-in networks
+under ``allreduce``, interleaved with a plain loop that makes the same steps (draw a batch, forward,
+backward, update) with as many replicas and no simulator. Scale: the cost of a worker's step with
+few workers and with a thousand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 CLUSTER = "ethernet-10g"
 EVENTS_A_RANK = 600
 WARM_UP = 3
-"""Steps that are not counted: torch prepares its kernels anew in each thread."""
+"""The first steps do not count: torch prepares its kernels in each thread."""
 
 
 SCALES = (8, 64, 1000)
@@ -40,22 +40,22 @@ SCALED = ("allreduce", "sasgd", "gossip", "easgd", "downpour")
 def bench_scale(
     strategies: Sequence[str], scales: Sequence[int], repeats: int, steps: int
 ) -> list[dict[str, Any]]:
-    """The processor's time for a worker's step, by method and number of workers, in turns.
+    """The processor time of a worker's step, by method and number of workers, interleaved.
 
-    All take batches of the same size and, together, ``steps`` steps at the largest scale and about
-    as many at the others. None is the plain loop over as many replicas: what the caches do to it
-    they do to a simulation, too.
+    All runs use the same batch size and about the same total of steps: ``steps`` for each worker
+    at the largest scale. The strategy None is the plain loop over as many replicas: caches slow it
+    down with the number of workers as they do a simulation.
     """
     total, rows = steps * max(scales), []
     for strategy in (None, *strategies):
-        spent: dict[int, list[float]] = {workers: [] for workers in scales}
+        costs: dict[int, list[float]] = {workers: [] for workers in scales}
         for _ in range(repeats):
             for workers in scales:
-                each = -(-total // workers)
-                took_s = _cpu_s(strategy, workers, each) / (workers * each)
-                spent[workers].append(1e6 * took_s)
-        first = statistics.median(spent[scales[0]])
-        for workers, micros in spent.items():
+                steps_each = -(-total // workers)
+                step_s = _cpu_s(strategy, workers, steps_each) / (workers * steps_each)
+                costs[workers].append(1e6 * step_s)
+        first = statistics.median(costs[scales[0]])
+        for workers, micros in costs.items():
             cost = statistics.median(micros)
             rows.append(
                 {
@@ -81,7 +81,7 @@ def _cpu_s(strategy: str | None, workers: int, steps: int) -> float:
 
 
 def bench_sim(workers: int, repeats: int, steps: int) -> list[dict[str, Any]]:
-    """Time the kernel alone, then with the gradients of each network; one row each."""
+    """Time the kernel alone, then with the gradients of each network; one row for each."""
     events = statistics.median(_events_per_s(workers) for _ in range(repeats))
     rows = [_row(workers, None, events, None, None)]
     for model in ("cnn", "mlp"):
@@ -138,7 +138,7 @@ def _plain_s(
     batch_size: int | None = None,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Seconds of the same steps in a plain loop over as many replicas."""
+    """The time of the same steps in a plain loop over as many replicas."""
     images = load_images()
     replicas = []
     for _ in range(workers):
@@ -162,7 +162,7 @@ def _simulated_s(
     clock: Clock = time.perf_counter,
     strategy: str = "allreduce",
 ) -> float:
-    """Seconds of the same steps in the simulator, from the first to the last."""
+    """The time of the same steps in the simulator, from the first to the last."""
     moments: list[float] = []
 
     def train(worker: Worker) -> None:

@@ -1,8 +1,8 @@
-"""``paceline bench step``: what a method adds to a training step, beside torch's own.
+"""``paceline bench step``: what a method adds to a training step, compared with torch's own.
 
-Two processes hold one model for each way of training. Every repeat takes the ways in an order drawn
-anew and runs an interval of steps with each, between as many of the same processes without
-communication: each time is compared with its two neighbours, so that a slow moment hits both.
+Two processes hold one model for each way of training. Every repeat takes the ways in a random order
+and runs an interval of steps with each, between two intervals without communication. Each time is
+compared with these two neighbors, so that a slow moment of the machine affects both.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ Interval = tuple[float, float]
 
 
 def bench_step(workers: int, repeats: int) -> list[dict[str, Any]]:
-    """Time a step of each way of training; one row each."""
+    """Time a step of each way of training; one row for each."""
     argument = {"repeats": repeats, "port": free_port()}
-    told = run_ranks(refer_to(time_steps), [argument] * workers)
+    seconds_by_rank = run_ranks(refer_to(time_steps), [argument] * workers)
     rows, plain = [], []
-    for what in told[0]:
-        repeats_of_ranks = zip(*(rank[what] for rank in told), strict=True)
+    for way in seconds_by_rank[0]:
+        repeats_of_ranks = zip(*(seconds[way] for seconds in seconds_by_rank), strict=True)
         slowest = [[max(times) for times in zip(*ranks, strict=True)] for ranks in repeats_of_ranks]
         plain += [(before + after) / 2 for before, _, after in slowest]
-        rows.append(_row(what, workers, slowest))
-    measure = [[time, time, time] for time in plain]
-    return [_row(PLAIN, workers, measure), *rows]
+        rows.append(_row(way, workers, slowest))
+    baseline = [[time, time, time] for time in plain]
+    return [_row(PLAIN, workers, baseline), *rows]
 
 
-def _row(what: str, workers: int, repeats: list[list[float]]) -> dict[str, Any]:
-    """One way of training; each repeat is its time between two of the plain one."""
+def _row(way: str, workers: int, repeats: list[list[float]]) -> dict[str, Any]:
+    """The row of a way of training; a repeat is its time between two of the plain steps."""
     ratios = sorted(2 * time / (before + after) for before, time, after in repeats)
     low, high = _interval_of_median(ratios)
     return {
-        "what": what,
+        "what": way,
         "workers": workers,
         "ms": statistics.median(time for _, time, _ in repeats) * 1e3,
         "ratio_to_no_comm": statistics.median(ratios),
@@ -79,22 +79,22 @@ def _interval_of_median(ordered: list[float]) -> Interval:
 
 
 def time_steps(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
-    """On one rank: the seconds of a step, in each repeat, by way of training."""
+    """Time the ways of training on one rank: the seconds of a step in each repeat, by way."""
     comm = Comm(transport)
     join_gloo(comm, argument["port"])
     ways = _ways(transport)
-    seconds: dict[str, list[list[float]]] = {what: [] for what in ways if what != PLAIN}
+    seconds: dict[str, list[list[float]]] = {way: [] for way in ways if way != PLAIN}
     order = random.Random(0)
     for repeat in range(argument["repeats"] + 1):
-        for what in order.sample(list(seconds), len(seconds)):
-            times = [_time(comm, ways[way]) for way in (PLAIN, what, PLAIN)]
+        for way in order.sample(list(seconds), len(seconds)):
+            times = [_time(comm, ways[each]) for each in (PLAIN, way, PLAIN)]
             if repeat:
-                seconds[what].append(times)
+                seconds[way].append(times)
     return seconds
 
 
 def _time(comm: Comm, step: Step) -> float:
-    """The seconds of a step, over an interval of them, after a few to warm the caches."""
+    """The mean time of a step over an interval, after a few steps to warm the caches."""
     for _ in range(WARM_UP):
         step()
     comm.barrier()
@@ -168,9 +168,9 @@ def _post_local() -> Step:
 def post_local(
     net: nn.Module, optimizer: SGD, interval: int
 ) -> tuple[DistributedDataParallel, PostLocalSGDOptimizer]:
-    """A model and its optimizer under torch's PostLocalSGD, local from the first step on.
+    """A model and its optimizer under torch's PostLocalSGD, with local steps from the first.
 
-    It averages after each whole interval; without warm-up it would after 1, 17, 33, ... steps.
+    The warm-up makes it average after each whole interval; without, after 1, 17, 33, ... steps.
     """
     wrapped = DistributedDataParallel(net)
     state = PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)

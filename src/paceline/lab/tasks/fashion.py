@@ -1,8 +1,8 @@
 """The built-in task: Fashion-MNIST with a small convolutional network or an MLP.
 
 A subset of 4,000 train and 1,000 test images comes with the package (Fashion-MNIST is by Zalando
-SE, MIT licence); the whole set is used from a folder of its IDX files. How it is trained stands in
-:mod:`paceline.lab.tasks.recipe`.
+SE, MIT license); the whole data set is read from a folder of IDX files.
+:mod:`paceline.lab.tasks.recipe` has the hyperparameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], NDArray[np.
 
 
 class Images(NamedTuple):
-    """Normalised images and their labels."""
+    """Normalized images and their labels."""
 
     x_train: Tensor
     y_train: Tensor
@@ -57,17 +57,17 @@ def train(
 ) -> None:
     """Train on Fashion-MNIST and log the answer's loss and accuracy after each epoch.
 
-    At the end it also logs the accuracy of one worker's own replica (``replica_accuracy``): where
+    At the end it also logs the accuracy of one worker's own replica (``replica_accuracy``): if
     replicas differ, as under gossip, it is lower than that of the answer.
 
     Args:
-        worker: of any run.
+        worker: this worker.
         model: ``cnn`` or ``mlp``.
         epochs: passes over the data.
-        steps: end after so many steps of this worker, if that comes first.
-        lr: learning rate; when not given the method's own, from the recorded sweep.
-        batch_size: samples in a worker's batch; 128 / workers, at least 4, when not given.
-        data: folder with the whole data set; the bundled subset when not given.
+        steps: end after this many steps of this worker, if that comes first.
+        lr: the learning rate; by default the method's, from the recorded sweep.
+        batch_size: samples in a worker's batch; by default 128 / workers, at least 4.
+        data: the folder of the whole data set; by default the bundled subset.
     """
     images = load_images(data)
     torch.manual_seed(worker.seed)
@@ -88,13 +88,13 @@ def train(
         if worker.steps == steps or epoch == epochs - 1:
             break
         log_test(worker, net, images, epoch)
-    _, alone = evaluate(net, images, worker.device) if worker.leads else (0.0, 0.0)
+    _, own = evaluate(net, images, worker.device) if worker.leads else (0.0, 0.0)
     worker.finish()
-    log_test(worker, net, images, epoch, replica_accuracy=alone)
+    log_test(worker, net, images, epoch, replica_accuracy=own)
 
 
 def log_test(worker: Worker, net: nn.Module, images: Images, epoch: int, **more: float) -> None:
-    """Log loss and accuracy of the method's answer on the test set; one worker does."""
+    """Log loss and accuracy of the method's answer on the test set, on one worker."""
     if worker.leads:
         with worker.answer():
             loss, accuracy = evaluate(net, images, worker.device)
@@ -112,7 +112,7 @@ def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[floa
 
 
 def make_model(name: str) -> nn.Module:
-    """The network called ``cnn`` (21 thousand parameters) or ``mlp`` (102 thousand)."""
+    """The network ``cnn`` (21 thousand parameters) or ``mlp`` (102 thousand)."""
     check_model(name)
     if name == "cnn":
         return nn.Sequential(
@@ -128,7 +128,7 @@ def make_model(name: str) -> nn.Module:
 
 
 class _Pairs(Dataset[Any]):
-    """Images with labels; a whole batch is fetched at once."""
+    """Images with labels; fetches a whole batch at once."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._x, self.targets = x, y
@@ -156,7 +156,7 @@ def _as_is(batch: Any) -> Any:
 
 @cache
 def load_images(folder: str | None = None) -> Images:
-    """The images in a folder of IDX files, or the bundled ones; read once a process."""
+    """The images in a folder of IDX files, or the bundled ones; each process reads them once."""
     if folder is None:
         with np.load(BUNDLED) as bundle:
             raw: Raw = tuple(bundle[name] for name in Images._fields)

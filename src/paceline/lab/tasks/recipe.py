@@ -1,8 +1,8 @@
-"""How the built-in task is trained, for every number of workers; loads no torch.
+"""The hyperparameters of the built-in task, for any number of workers; does not load torch.
 
-A global batch of 128, though at least 4 a worker, 12 epochs, SGD with momentum, and one learning
-rate a method from the recorded sweep in ``learning_rates.json``, which goes down with the number of
-workers where the method says so.
+A global batch of 128, but at least 4 per worker; 12 epochs; SGD with momentum; one learning rate
+per method, from the recorded sweep in ``learning_rates.json``. It falls with the number of workers
+if the method asks for that.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ IDX_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 BUILT_IN = {"module": "paceline.lab.tasks.fashion", "name": "train"}
-"""Where the training function of the task is found."""
+"""The reference to the training function of the task."""
 MODELS = ("cnn", "mlp")
 DEFAULT_RATE = 0.05
 
 
 def batch_of(workers: int) -> int:
-    """The recipe's batch of one worker.
+    """The batch size of one worker.
 
     >>> batch_of(2), batch_of(8), batch_of(64)
     (64, 16, 4)
@@ -46,9 +46,10 @@ def batch_of(workers: int) -> int:
 
 
 def learning_rate(strategy: Strategy, model: str, workers: int) -> float:
-    """The method's rate from the recorded sweep; of a method that is not in it, a moderate one.
+    """The method's rate from the recorded sweep; a moderate one if the method is not in it.
 
-    The sweep is of the method's usual form at one number of workers; for others, its own factor.
+    The sweep covers the method with default options at one number of workers; the rate is scaled
+    from there by the method's ``lr_factor``.
     """
     record: dict[str, Any] = json.loads(RATES.read_text())
     name = strategy_name(strategy)
@@ -69,7 +70,7 @@ def find_folder() -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that does not hold the whole data set."""
+    """Raise :class:`UsageError` if the folder does not hold the whole data set."""
     for name in IDX_FILES:
         idx_file(folder, name)
 
@@ -83,6 +84,6 @@ def idx_file(folder: Path, name: str) -> Path:
 
 
 def check_model(name: str) -> None:
-    """Refuse the name of a network that there is not."""
+    """Raise an error if there is no network of this name."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
