@@ -22,7 +22,7 @@ from paceline.lab.tasks.fashion import load_images, make_loader, make_model
 from paceline.lab.tasks.recipe import learning_rate
 from paceline.record.trace import read
 from paceline.strategies import STRATEGIES, make_strategy
-from paceline.strategies.served import REQUEST, Reply, Request
+from paceline.strategies.service import REQUEST, REQUEST_NUMBERS, Reply
 
 SPECS = {
     "sasgd": "sasgd(interval=4)",
@@ -135,7 +135,7 @@ def expected_bytes(spec: str, result: pl.Result, trace: list[dict[str, Any]]) ->
     events = [(r["event"], r.get("tag")) for r in trace]
     if hasattr(method, "max_accumulated"):
         settings = 8 * 4  # lr, momentum, dampening and weight decay of SGD's only group
-        numbers = 8 * (len(Request._fields) + len(Reply._fields))
+        numbers = 8 * (REQUEST_NUMBERS + len(Reply._fields))
         turn = 2 * nbytes + method.shards * (numbers + settings)
         turns = sum(r["event"] == "recv" and r["tag"] == REQUEST for r in trace) // method.shards
         tokens = sum(r["bytes"] == 16 for r in trace if r["event"] == "post")

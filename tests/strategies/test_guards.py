@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.strategies import make_strategy
-from paceline.strategies.served import DROPPED, ServerStrategy
+from paceline.strategies.served import ServerStrategy
+from paceline.strategies.service import DROPPED
 from paceline.strategies.toolbox.guard import DROP, IN_A_ROW, KNOWN, REMEMBERED, WARN, Guard, norm
 
 LOCKSTEP = [

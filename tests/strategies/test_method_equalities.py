@@ -7,7 +7,6 @@ events is run on the simulator, where the order is known, and compared with a di
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -33,8 +32,8 @@ from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import learning_rate
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.strategies import make_strategy
-from paceline.strategies.cyclic import Cyclic
-from paceline.strategies.served import GradientServed
+from paceline.strategies.cyclic import Cyclic, MoveServer, TurnServer
+from paceline.strategies.server import GradientServer
 
 crowds = st.integers(2, 5)
 intervals = st.integers(1, 4)
@@ -432,14 +431,14 @@ def only_decay(strategy, kind, workers, steps, every=1):
     ],
 )
 def test_what_has_a_gradient_decays_once_for_each_that_a_push_counts_for(method, kind, monkeypatch):
-    pushes, inner = [], GradientServed.apply
+    pushes, inner = [], GradientServer.step
 
-    def apply(strategy, request, *rest):
+    def step(server, request, *rest):
         if request.batches:
-            pushes.append((request.batches, strategy.version - round(request.version)))
-        inner(strategy, request, *rest)
+            pushes.append((request.batches, server.version - round(request.version)))
+        inner(server, request, *rest)
 
-    monkeypatch.setattr(GradientServed, "apply", apply)
+    monkeypatch.setattr(GradientServer, "step", step)
     weight = only_decay(method, kind, workers=3, steps=lambda rank: 6)
     w = [1.0]
     for batches, age in pushes:
@@ -457,34 +456,48 @@ def test_batches_without_a_gradient_do_not_decay_what_others_of_the_push_do(kind
     assert_close(weight, torch.full_like(weight, (1 - 0.1 * 0.5 * 2) ** 2))
 
 
-@dataclass(kw_only=True)
-class WatchedCyclic(Cyclic):
+PUSHES: list[tuple[int, int, int]] = []
+LEFT: dict[int, int] = {}
+"""The number of the last push that each worker was in the ring for."""
+
+
+class WatchedServer:
     """Writes down who pushed, how old it was, and of how many batches; and who left the ring."""
 
-    pushes: ClassVar[list[tuple[int, int, int]]] = []
-    left: ClassVar[dict[int, int]] = {}
-    """The number of the last push that each worker was in the ring for."""
-
-    def act(self, src, request, vector, settings):
+    def on_request(self, worker, request, vector):
         if request.last:
-            self.left[src] = len(self.pushes) - (not request.batches)
+            LEFT[worker] = len(PUSHES) - (not request.batches)
         if request.batches:
-            self.pushes.append((src, self.version - round(request.version), request.batches))
-        super().act(src, request, vector, settings)
+            PUSHES.append((worker, self.version - round(request.version), request.batches))
+        super().on_request(worker, request, vector)
+
+
+class WatchedMoveServer(WatchedServer, MoveServer):
+    pass
+
+
+class WatchedTurnServer(WatchedServer, TurnServer):
+    pass
+
+
+@dataclass(kw_only=True)
+class WatchedCyclic(Cyclic):
+    def make_server(self):
+        return WatchedMoveServer(self) if self.moves else WatchedTurnServer(self)
 
 
 def moved_in_turn(problem, workers, lr, momentum):
     """The servers' model after the pushes of a run: each of them made once more, by its listing."""
     w = flat(problem.model())
     read, velocities, steps = [w] * workers, [torch.zeros_like(w)] * workers, [0] * workers
-    for number, (rank, _, batches) in enumerate(WatchedCyclic.pushes):
+    for number, (rank, _, batches) in enumerate(PUSHES):
         x = read[rank]
         for _ in range(round(batches)):
             g = gradient_at(problem, x, rank, steps[rank])
             velocities[rank] = momentum * velocities[rank] + g
             x = move(x, velocities[rank], lr)
             steps[rank] += 1
-        ring = sum(WatchedCyclic.left[other] >= number for other in range(workers))
+        ring = sum(LEFT[other] >= number for other in range(workers))
         w = w + (x - read[rank]) / ring
         read[rank] = w
     return w
@@ -500,7 +513,7 @@ def moved_in_turn(problem, workers, lr, momentum):
 def test_at_any_speeds_moves_follow_their_listing(slowness, bound, momentum, lr):
     """Each turn takes the servers' model 1/p of the way that the worker went, p of the ring."""
     problem, workers = Problem(seed=1, steps=9, optimizer=sgd(lr, momentum=momentum)), len(slowness)
-    WatchedCyclic.pushes.clear()
+    PUSHES.clear()
     method = WatchedCyclic(max_accumulated=bound)
     actual, _ = problem.run(method, workers, cluster=beat(*slowness, 1.0))
     assert_replicas_equal(actual)
@@ -516,17 +529,17 @@ def test_at_any_speeds_moves_follow_their_listing(slowness, bound, momentum, lr)
 def test_e12_pushes_are_cyclic_and_p_minus_1_old_at_any_speeds(form, slowness, bound):
     workers, steps = len(slowness), 12
     problem = Problem(seed=1, steps=steps)
-    WatchedCyclic.pushes.clear()
+    PUSHES.clear()
     _, result = problem.run(
         WatchedCyclic(form=form, max_accumulated=bound), workers, cluster=beat(*slowness, 1.0)
     )
-    order = [src for src, _, _ in WatchedCyclic.pushes]
+    order = [src for src, _, _ in PUSHES]
     ended = min(len(order) - 1 - order[::-1].index(rank) for rank in range(workers))
     assert order[: ended + 1] == [k % workers for k in range(ended + 1)]
-    for number, (_, age, batches) in enumerate(WatchedCyclic.pushes[: ended + 1]):
+    for number, (_, age, batches) in enumerate(PUSHES[: ended + 1]):
         assert age == min(number, workers - 1)
         assert 1 <= batches <= bound
-    assert sum(batches for *_, batches in WatchedCyclic.pushes) == steps * workers == result.steps
+    assert sum(batches for *_, batches in PUSHES) == steps * workers == result.steps
 
 
 def left_after_40_steps(strategy):

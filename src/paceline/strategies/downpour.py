@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.common.options import at_least
-from paceline.strategies.served import GradientServed, Request
+from paceline.strategies.served import PushStrategy
+from paceline.strategies.server import GradientServer
+from paceline.strategies.service import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(kw_only=True)
-class Downpour(GradientServed):
+class Downpour(PushStrategy):
     r"""Downpour: workers push gradients to a server and fetch its model, none waits for another.
 
     Each worker adds up its gradients, pushes the sum every ``push_interval`` steps and takes the
@@ -80,7 +82,7 @@ class Downpour(GradientServed):
     """
 
     paper: ClassVar[str] = "Dean et al., NIPS 2012"
-    state: ClassVar[tuple[str, ...]] = ("steps", "versions", "pending", "unheard", "accrued")
+    state: ClassVar[tuple[str, ...]] = (*PushStrategy.state, "unheard")
 
     push_interval: int = 1
     fetch_interval: int = 1
@@ -100,20 +102,24 @@ class Downpour(GradientServed):
         rest = steps > last + 1 or (last >= 0 and not self._fetches(last))
         requests = (len(pushed) + rest) * (nbytes + self.request_overhead)
         replies = (len(pushed & fetched) + rest) * (nbytes + self.reply_overhead)
-        looks = len(fetched - pushed) * (nbytes + self.reply_overhead + self.books_bytes(workers))
+        looks = len(fetched - pushed) * (nbytes + self.fetch_overhead(workers))
         return workers * (requests + replies + looks) + nbytes * (workers + self.shards)
+
+    def make_server(self) -> DownpourServer:
+        return DownpourServer(self)
 
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
         push, fetch = self._pushes(self.steps), self._fetches(self.steps)
         self.steps += 1
-        self.accrue(g, not self.adapts if self.local_move is None else self.local_move)
+        moves = not self.adapts if self.local_move is None else self.local_move
+        self.accrue(g, moves)  # a_i <- a_i + g_i, x_i <- x_i - alpha g_i
         if push and fetch:
             self._push(x)
         elif push:
-            self._leave()
+            self._push_and_go_on()
         elif fetch:
-            self.fetch(x, self.comm)
+            self.fetch(x, self.comm)  # x_i <- w
 
     def flush(self, x: Tensor) -> None:
         if self.pending or self.unheard:
@@ -128,11 +134,11 @@ class Downpour(GradientServed):
     def _push(self, x: Tensor) -> None:
         """Push what has accrued, and fetch the model that came of it."""
         accrued = x if self.accrued is None else self.accrued
-        self.exchange(accrued, x, batches=self.pending)
-        self.pushed()
+        self.exchange(accrued, x, batches=self.pending)  # w <- optimizer(w, a_i), x_i <- w
+        self.pushed()  # a_i <- 0
         self.unheard = False
 
-    def _leave(self) -> None:
+    def _push_and_go_on(self) -> None:
         """Push without waiting; while the server has no room, go on adding up."""
         if self.accrued is None or not self.pending:
             return
@@ -140,10 +146,14 @@ class Downpour(GradientServed):
             request = Request(reply=0, version=version, batches=self.pending)
             if not self.ask(shard, self.accrued, request, must=shard > 0):
                 return
-        self.pushed()
+        self.pushed()  # a_i <- 0
         self.unheard = True
 
-    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
-        self.apply(request, vector, settings, request.batches)
+
+class DownpourServer(GradientServer):
+    """Applies each push as it comes."""
+
+    def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
+        self.step(request, vector, request.batches)  # w <- optimizer(w, a_i)
         if request.reply:
-            self.reply(src)
+            self.reply(worker)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least, finite
 from paceline.errors import UsageError
-from paceline.strategies.base import WORKER
-from paceline.strategies.served import Request, ServerStrategy
+from paceline.strategies.base import WORKER, Strategy
+from paceline.strategies.served import ServerStrategy
+from paceline.strategies.server import ShardServer
+from paceline.strategies.service import Request
 from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
@@ -139,6 +141,15 @@ class EASGD(ServerStrategy):
         each = 2 * nbytes + self.request_overhead + self.reply_overhead
         return workers * exchanges * each + nbytes * (workers + self.shards)
 
+    def make_server(self) -> CenterServer:
+        return CenterServer(self)
+
+    def adopt(self, x: Tensor) -> None:
+        if self.sync:
+            Strategy.adopt(self, x)
+        else:
+            super().adopt(x)
+
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         groups = self.replica.optimizer.param_groups
@@ -228,28 +239,27 @@ class EASGD(ServerStrategy):
             self.center.add_(pulls)
         return total, e
 
-    # A server's side -----------------------------------------------------------------------------
 
-    def open(self, w: Tensor, part: slice) -> None:
-        pass
+class CenterServer(ShardServer):
+    """Holds a part of the center: an exchange moves it, and tells the worker by how much."""
 
-    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+    method: EASGD
+
+    def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
         if request.join:
-            self.reply(src)
-            return
-        c = self.shelf.vector
-        if not request.batches:
-            self.reply(src, c.new_zeros(c.shape))
-            return
-        e = (vector - c).mul_(self.moving_rate)
-        c.add_(e)
-        self.updated(request._replace(version=self.version))  # read and moved in one
-        self.reply(src, e)
+            self.reply(worker)
+        elif not request.batches:
+            self.reply(worker, self.shard.new_zeros(self.shard.shape))
+        else:
+            e = (vector - self.shard).mul_(self.method.moving_rate)  # e = alpha (x_i - c)
+            self.shard.add_(e)  # c <- c + e
+            self.updated(request._replace(version=self.version))  # read and moved in one
+            self.reply(worker, e)
 
     def size_of(self, vector: Tensor) -> float:
-        return norm(vector - self.shelf.vector) * self.moving_rate
+        return norm(vector - self.shard) * self.method.moving_rate
 
-    def repeat(self, src: int) -> None:
+    def on_repeat(self, worker: int) -> None:
         """By how much the worker was to move is lost: it does not, and one exchange is missed."""
         self.missed += 1
-        self.reply(src, self.shelf.vector.new_zeros(self.shelf.vector.shape))
+        self.reply(worker, self.shard.new_zeros(self.shard.shape))

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
-from paceline.strategies.served import ABSENT, GradientServed, Request
+from paceline.strategies.served import PushStrategy
+from paceline.strategies.server import ABSENT, GradientServer
+from paceline.strategies.service import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(kw_only=True)
-class SSP(GradientServed):
+class SSP(PushStrategy):
     r"""SSP: each worker runs at its own pace, at most ``bound`` steps ahead of the slowest.
 
     Every step pushes its gradient to the server and reads the model back. A worker that is too far
@@ -66,7 +68,6 @@ class SSP(GradientServed):
     """
 
     paper: ClassVar[str] = "Ho et al., NIPS 2013"
-    state: ClassVar[tuple[str, ...]] = ("steps", "versions")
 
     bound: int = 3
 
@@ -83,51 +84,59 @@ class SSP(GradientServed):
         replies = (steps + 1) * (nbytes + self.reply_overhead)
         return workers * (requests + replies) + nbytes * (workers + self.shards)
 
+    def make_server(self) -> ClockServer:
+        return ClockServer(self)
+
     def step(self, x: Tensor, g: Tensor | None) -> None:
         assert g is not None
         self.steps += 1
         bad = self.replica.overflow  # and is not sent
-        self.exchange(x if bad else self.finished(g), x, batches=not bad)
+        self.exchange(x if bad else self.finished(g), x, batches=not bad)  # x_i <- w
         self.pushed()
 
     def flush(self, x: Tensor) -> None:
         self.exchange(x, x, batches=0, last=1)
 
-    # A server's side -----------------------------------------------------------------------------
 
-    def open(self, w: Tensor, part: slice) -> None:
-        super().open(w, part)
+class ClockServer(GradientServer):
+    """Answers a worker when it is at most ``bound`` steps ahead of the slowest."""
+
+    method: SSP
+
+    def __init__(self, method: SSP) -> None:
+        super().__init__(method)
         self.waiting: set[int] = set()
 
-    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
+    def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
         if request.join:
-            self.marks[src] = ABSENT  # it may be there from an earlier life
-        self.marks[src] = self._slowest() if request.join else self.marks[src] + 1
-        self.apply(request, vector, settings)
+            self.clocks[worker] = ABSENT  # it may be there from an earlier time
+        self.clocks[worker] = self._slowest() if request.join else self.clocks[worker] + 1
+        self.step(request, vector)  # w <- optimizer(w, g_i)
         if request.last:
-            self.gone(src)
+            self.on_leave(worker)
         if not request.batches:
             self.publish()  # a successor has to know who takes part, and how far each is
-        self.waiting.add(src)
+        self._answer_later(worker)
+
+    def on_leave(self, worker: int) -> None:
+        super().on_leave(worker)
+        self.waiting.discard(worker)
         self._release()
 
-    def gone(self, src: int) -> None:
-        super().gone(src)
-        self.waiting.discard(src)
+    def on_repeat(self, worker: int) -> None:
+        self._answer_later(worker)
+
+    def _answer_later(self, worker: int) -> None:
+        self.waiting.add(worker)
         self._release()
 
-    def repeat(self, src: int) -> None:
-        self.waiting.add(src)
-        self._release()
-
-    def _slowest(self) -> float:
-        """The clock of the slowest worker; the marks of the books are the clocks."""
-        return min((float(self.marks[worker]) for worker in self.listed()), default=0.0)
+    def _slowest(self) -> int:
+        return min((self.clocks[worker] for worker in self.present()), default=0)
 
     def _release(self) -> None:
         """Answer those that are no longer too far ahead."""
         slowest = self._slowest()
-        for src in sorted(self.waiting):
-            if self.marks[src] - slowest <= self.bound:
-                self.waiting.discard(src)
-                self.reply(src)
+        for worker in sorted(self.waiting):
+            if self.clocks[worker] - slowest <= self.method.bound:  # c_i - min_j c_j <= s
+                self.waiting.discard(worker)
+                self.reply(worker)

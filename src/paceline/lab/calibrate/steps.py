@@ -29,8 +29,8 @@ from paceline.launcher.rank_process import Channel, Message
 from paceline.launcher.supervisor import run_ranks
 from paceline.record.trace import Trace
 from paceline.strategies.decentralised import average
-from paceline.strategies.downpour import Downpour
-from paceline.strategies.served import Request
+from paceline.strategies.downpour import Downpour, DownpourServer
+from paceline.strategies.service import Request
 from paceline.training.session import Session
 from paceline.training.worker import Worker
 
@@ -143,7 +143,6 @@ class Probe(Downpour):
         self._clock, self._steps_left = clock, WARM_UP + steps
         self._until_s = time.monotonic() + limit_s
         self._exchanges = cycle(["reduce", "nothing", "window", "nothing", "mail", "nothing"])
-        self._served_s: float | None = None
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
@@ -192,17 +191,24 @@ class Probe(Downpour):
         with self._clock.working("take"):
             self.hear(0, x)
 
-    # The server's side ---------------------------------------------------------------------------
-
-    def open(self, w: Tensor, part: slice) -> None:
+    def make_server(self) -> ProbeServer:
         try:
-            super().open(w, part)
-        except UsageError:  # the server cannot make the user's optimizer
+            return ProbeServer(self, self._clock)
+        except UsageError:  # the server cannot make the user\'s optimizer
             self.server_optimizer = "momentum"
-            super().open(w, part)
+            return ProbeServer(self, self._clock)
 
-    def act(self, src: int, request: Request, vector: Tensor, settings: list[float]) -> None:
-        super().act(src, request, vector, settings)
+
+class ProbeServer(DownpourServer):
+    """Times its updates."""
+
+    def __init__(self, method: Probe, clock: StepClock) -> None:
+        super().__init__(method)
+        self._clock = clock
+        self._served_s: float | None = None
+
+    def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
+        super().on_request(worker, request, vector)
         now_s = time.process_time()
         if self._served_s is not None:
             self._clock.work.setdefault("serve", []).append(now_s - self._served_s)

@@ -207,7 +207,7 @@ class FiniteValues(Observer):
     def published(self, rank: int, version: int, x: Tensor) -> None:
         strategy: Any = self.scene.workers[rank].strategy
         is_server = rank >= self.schedule.workers and isinstance(strategy, ServerStrategy)
-        self._check_finite(strategy.shelf.vector if is_server else x, f"rank {rank} publishes")
+        self._check_finite(strategy.server.shard if is_server else x, f"rank {rank} publishes")
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         self._check_finite(x, f"rank {src} sends rank {dst}")

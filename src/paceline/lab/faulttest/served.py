@@ -8,10 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.lab.faulttest.watched import Observer, around, close
-from paceline.strategies.cyclic import TOKEN, Cyclic
+from paceline.lab.faulttest.watched import Observer, around, close, when_made
+from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.easgd import EASGD
-from paceline.strategies.served import GradientServed, Request, ServerStrategy
+from paceline.strategies.ring import TOKEN, Seat
+from paceline.strategies.served import PushStrategy, ServerStrategy
+from paceline.strategies.server import ShardServer
+from paceline.strategies.service import Request
 from paceline.strategies.ssp import SSP
 from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
@@ -77,18 +80,21 @@ class Pushes(Observer):
     def attach(self, session: Session) -> None:
         strategy: Any = session.strategy
         if session.rank >= session.size:
-            around(strategy, "act", lambda inner, *a: self._act(strategy, inner, *a))
-            around(strategy, "repeat", lambda inner, src: self._repeat(inner, src))
-            around(strategy, "updated", lambda inner, r: self._updated(strategy, inner, r))
-            around(strategy, "publish", lambda inner: self._publish(strategy, inner))
+            when_made(strategy, "make_server", self._attach_to_server)
             return
         around(strategy, "ask", lambda inner, *a, **k: self._ask(session, inner, *a, **k))
         around(strategy, "hear", lambda inner, *a: self._hear(session, inner, *a))
         around(strategy, "fetch", lambda inner, *a: self._fetch(session, inner, *a))
-        if isinstance(strategy, GradientServed):
+        if isinstance(strategy, PushStrategy):
             around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
             around(strategy, "local_update", lambda inner: self._local_update(session, inner))
             around(strategy, "flush", lambda inner, x: self._flush(session, inner, x))
+
+    def _attach_to_server(self, server: Any) -> None:
+        around(server, "on_request", lambda inner, *a: self._on_request(server, inner, *a))
+        around(server, "on_repeat", lambda inner, src: self._on_repeat(inner, src))
+        around(server, "updated", lambda inner, r: self._updated(server, inner, r))
+        around(server, "publish", lambda inner: self._publish(server, inner))
 
     def _who(self, rank: int) -> Who:
         return rank, self.scene.life(rank)
@@ -137,15 +143,15 @@ class Pushes(Observer):
         self.scene.check(
             is_sound(push.vector), "finite", lambda: f"rank {who[0]} sends {push.vector.tolist()}"
         )
-        self._pushed[who, shard, strategy.asked[shard] + 1] = push
+        self._pushed[who, shard, strategy.services[shard].asked + 1] = push
         sent: bool = inner(shard, vector, request, **flags)
         if not sent:
-            del self._pushed[who, shard, strategy.asked[shard] + 1]
+            del self._pushed[who, shard, strategy.services[shard].asked + 1]
         return sent
 
     def _hear(self, session: Session, inner: Any, shard: int, x: Tensor) -> Any:
         strategy: Any = session.strategy
-        who, number = self._who(session.rank), strategy.asked[shard]
+        who, number = self._who(session.rank), strategy.services[shard].asked
         push = self._pushed[who, shard, number]
         reply = inner(shard, x)
         version = round(reply.version)
@@ -217,18 +223,12 @@ class Pushes(Observer):
 
     # Servers -------------------------------------------------------------------------------------
 
-    def _act(
-        self,
-        strategy: Any,
-        inner: Any,
-        src: int,
-        request: Request,
-        vector: Tensor,
-        settings: list[float],
+    def _on_request(
+        self, server: ShardServer, inner: Any, src: int, request: Request, vector: Tensor
     ) -> None:
         who, number = self._who(src), round(request.number)
-        shadow = self._shadow(strategy)
-        key = (who, strategy.comm.rank - strategy.workers, number)
+        shadow = self._shadow(server)
+        key = (who, server.comm.rank - server.method.workers, number)
         push = self._pushed.get(key)
         if push is None:
             self.scene.check(False, "fence", f"rank {src} never sent the request {number}")
@@ -236,60 +236,61 @@ class Pushes(Observer):
         self.scene.check(
             torch.equal(push.vector, vector), "messages", f"request {number} of rank {src} changed"
         )
-        shadow.acting, push.ring = push, len({*strategy.listed(), src})
-        inner(src, request, vector, settings)
+        shadow.acting, push.ring = push, len({*server.present(), src})
+        inner(src, request, vector)
         shadow.acting = None
 
-    def _repeat(self, inner: Any, src: int) -> None:
+    def _on_repeat(self, inner: Any, src: int) -> None:
         self.scene.sites["push asked again"] += 1
         inner(src)
 
-    def _updated(self, strategy: Any, inner: Any, request: Request) -> None:
-        shadow, before = self._shadow(strategy), strategy.stale.total
-        push, version = shadow.acting, strategy.version
+    def _updated(self, server: ShardServer, inner: Any, request: Request) -> None:
+        shadow, before = self._shadow(server), server.method.stale.total
+        push, version = shadow.acting, server.version
         assert push is not None, "an update without a request"
-        if not isinstance(strategy, EASGD):
+        if not isinstance(server.method, EASGD):
             age = version - push.read
             self.scene.check(age >= 0, "staleness", f"{age}")
             inner(request)
-            counted = strategy.stale.total - before
+            counted = server.method.stale.total - before
             self.scene.check(counted == age, "staleness", f"counted {counted}, and is {age}")
         else:
             inner(request)
         self.scene.check(
-            strategy.version == version + 1, "versions", f"{strategy.version} after {version}"
+            server.version == version + 1, "versions", f"{server.version} after {version}"
         )
 
-    def _publish(self, strategy: Any, inner: Any) -> None:
+    def _publish(self, server: ShardServer, inner: Any) -> None:
         inner()
-        shadow = self._shadow(strategy)
-        if shadow.version == strategy.version:
-            self._compare(strategy, shadow)
+        shadow = self._shadow(server)
+        if shadow.version == server.version:
+            self._compare(server, shadow)
             return
         push = shadow.acting
         self.scene.check(
-            push is not None and strategy.version == shadow.version + 1,
+            push is not None and server.version == shadow.version + 1,
             "versions",
-            f"version {strategy.version} was published after {shadow.version}",
+            f"version {server.version} was published after {shadow.version}",
         )
         assert push is not None
         self.scene.check(
             push.version is None,
             "a push counts once",
-            f"the push in version {push.version} was applied again for {strategy.version}",
+            f"the push in version {push.version} was applied again for {server.version}",
         )
-        push.version = shadow.version = strategy.version
-        self._apply(strategy, shadow, push)
-        self._compare(strategy, shadow)
+        push.version = shadow.version = server.version
+        self._apply(server, shadow, push)
+        self._compare(server, shadow)
 
-    def _shadow(self, strategy: Any) -> Shadow:
-        rank = strategy.comm.rank
+    def _shadow(self, server: ShardServer) -> Shadow:
+        rank = server.comm.rank
         if rank not in self._shadows:
-            self._shadows[rank] = Shadow(strategy.shelf.vector.clone())
+            self._shadows[rank] = Shadow(server.shard.clone())
         return self._shadows[rank]
 
-    def _apply(self, strategy: Any, shadow: Shadow, push: Push) -> None:
+    def _apply(self, server: ShardServer, shadow: Shadow, push: Push) -> None:
         """Apply a push to the shadow by the paper's formula."""
+        strategy: Any = server.method
         w, before = shadow.x, shadow.x.clone()
         if isinstance(strategy, EASGD):
             w += strategy.moving_rate * (push.vector - w)
@@ -298,27 +299,27 @@ class Pushes(Observer):
         if isinstance(strategy, Cyclic) and strategy.moves:
             w += push.vector / push.ring
             return
-        server, user = strategy.server_optimizer, self.schedule.optimizer
-        if server == "adagrad" or (server == "user" and user == "adam"):
+        kind, user = strategy.server_optimizer, self.schedule.optimizer
+        if kind == "adagrad" or (kind == "user" and user == "adam"):
             shadow.known = False
             return
-        with_momentum = server == "momentum" or (server == "user" and user == "momentum")
+        with_momentum = kind == "momentum" or (kind == "user" and user == "momentum")
         momentum, step = 0.9 if with_momentum else 0.0, push.vector
         if momentum:
-            if self.scene.life(strategy.comm.rank) > 1:
+            if self.scene.life(server.comm.rank) > 1:
                 shadow.known = False  # a successor starts from older buffers
             shadow.buffer = step if shadow.buffer is None else momentum * shadow.buffer + step
             step = shadow.buffer
         w -= push.lr * step
 
-    def _compare(self, strategy: Any, shadow: Shadow) -> None:
+    def _compare(self, server: ShardServer, shadow: Shadow) -> None:
         if not shadow.known:
-            shadow.x = strategy.shelf.vector.clone()
+            shadow.x = server.shard.clone()
         self.scene.check(
-            close(strategy.shelf.vector, shadow.x),
+            close(server.shard, shadow.x),
             "the shard is the sum of its updates",
             lambda: (
-                f"at version {strategy.version} it is {strategy.shelf.vector.tolist()}"
+                f"at version {server.version} it is {server.shard.tolist()}"
                 f" and not {shadow.x.tolist()}"
             ),
         )
@@ -410,12 +411,14 @@ class Bound(Observer):
     def attach(self, session: Session) -> None:
         if session.rank < session.size:
             return
-        strategy: Any = session.strategy
-        around(strategy, "act", lambda inner, *a: self._act(strategy, inner, *a))
-        around(strategy, "reply", lambda inner, src: self._reply(strategy, inner, src))
+        when_made(session.strategy, "make_server", self._attach_to_server)
 
-    def _act(self, strategy: Any, inner: Any, src: int, request: Request, *rest: Any) -> None:
-        shard = strategy.comm.rank
+    def _attach_to_server(self, server: Any) -> None:
+        around(server, "on_request", lambda inner, *a: self._on_request(server, inner, *a))
+        around(server, "reply", lambda inner, src: self._reply(server, inner, src))
+
+    def _on_request(self, server: Any, inner: Any, src: int, request: Request, *rest: Any) -> None:
+        shard = server.comm.rank
         if request.join:
             self._finished.discard((shard, src))
             self._joined[shard, src] = self.scene.life(src)
@@ -427,7 +430,7 @@ class Bound(Observer):
             self._finished.add((shard, src))
         inner(src, request, *rest)
         if request.join:  # a lost worker that the server still counts may be slower
-            clock = float(strategy.marks[src])
+            clock = server.clocks[src]
             self._clocks[shard, src] = min(self._clocks[shard, src], clock)
 
     def _slowest(self, shard: int, excluded: int = -1) -> float:
@@ -445,13 +448,11 @@ class Bound(Observer):
         life = self._joined.get((shard, rank), 0)
         return rank in self.world.alive() or (life > 0 and not self.scene.is_over(rank, life))
 
-    def _reply(self, strategy: Any, inner: Any, src: int) -> None:
-        shard = strategy.comm.rank
+    def _reply(self, server: Any, inner: Any, src: int) -> None:
+        shard, bound = server.comm.rank, server.method.bound
         ahead = self._clocks.get((shard, src), 0) - self._slowest(shard, src)
         if (shard, src) not in self._finished:
-            self.scene.check(
-                ahead <= strategy.bound, "bound", f"rank {src} goes on, {ahead} steps ahead"
-            )
+            self.scene.check(ahead <= bound, "bound", f"rank {src} goes on, {ahead} steps ahead")
         inner(src)
 
 
@@ -466,26 +467,28 @@ class Tokens(Observer):
         return isinstance(self.schedule.method, Cyclic) and self.schedule.workers > 1
 
     def attach(self, session: Session) -> None:
-        strategy: Any = session.strategy
         if session.rank == session.size:
-            around(strategy, "reply", lambda inner, *a, **k: self._reply(strategy, inner, *a, **k))
-            around(strategy, "_make_token", lambda inner: self._make(strategy, inner))
+            when_made(session.strategy, "make_server", self._attach_to_server)
 
-    def _make(self, strategy: Any, inner: Any) -> None:
-        before, self._generation = self._generation, strategy.era + 1
+    def _attach_to_server(self, server: Any) -> None:
+        around(server, "reply", lambda inner, *a, **k: self._reply(server, inner, *a, **k))
+        around(server, "regenerate", lambda inner: self._regenerate(server, inner))
+
+    def _regenerate(self, server: Any, inner: Any) -> None:
+        before, self._generation = self._generation, server.generation + 1
         self.scene.check(
             self._generation > before, "token", f"generation {self._generation} after {before}"
         )
         self.scene.sites["token made anew"] += 1
         inner()
 
-    def _reply(self, strategy: Any, inner: Any, src: int, *rest: Any, **fields: Any) -> None:
-        successor = fields.get("successor", -1)
-        if fields.get("accepted", True) and successor >= 0:
-            ring = [rank for rank, clock in enumerate(strategy.marks.tolist()) if clock >= 0]
+    def _reply(self, server: Any, inner: Any, src: int, *rest: Any, **fields: Any) -> None:
+        next_worker = fields.get("next_worker", -1)
+        if fields.get("accepted", True) and next_worker >= 0:
+            ring = [rank for rank, clock in enumerate(server.clocks) if clock >= 0]
             after = sorted(ring, key=lambda rank: (rank <= src, rank))
             self.scene.check(
-                successor == after[0], "ring", f"after rank {src} comes {successor} of {ring}"
+                next_worker == after[0], "ring", f"after rank {src} comes {next_worker} of {ring}"
             )
         inner(src, *rest, **fields)
 
@@ -493,8 +496,8 @@ class Tokens(Observer):
         holders = []
         for rank in self.world.alive():
             if rank < self.schedule.workers and rank in self.scene.workers:
-                strategy: Any = self.scene.workers[rank].strategy
-                holders += [rank] if strategy.token == self._generation else []
+                seat: Seat | None = getattr(self.scene.workers[rank].strategy, "seat", None)
+                holders += [rank] if seat and seat.generation == self._generation else []
                 senders = self.world.inboxes[rank]._queues.get(TOKEN, {})
                 holders += [
                     rank

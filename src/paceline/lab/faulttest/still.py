@@ -11,7 +11,7 @@ from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.strategies.adpsgd import ADPSGD
 from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.diloco import DiLoCo
-from paceline.strategies.served import GradientServed
+from paceline.strategies.served import PushStrategy
 from paceline.training.session import Session
 
 _SLACK = 1e-9
@@ -58,7 +58,7 @@ class AtRest(Observer):
     def ended(self) -> None:
         if not self._starts or self._common is None:
             return
-        if isinstance(self.schedule.method, GradientServed):
+        if isinstance(self.schedule.method, PushStrategy):
             self._compare(self._common, "a server without gradients stands still")
         elif isinstance(self.schedule.method, ADPSGD):
             calm = not self.schedule.faults and self.schedule.bad_rank is None

@@ -144,6 +144,17 @@ def around(target: Any, name: str, act: Callable[..., Any]) -> None:
     setattr(target, name, partial(act, getattr(target, name)))
 
 
+def when_made(target: Any, name: str, look: Callable[[Any], None]) -> None:
+    """Call ``look`` with each object that a method of ``target`` makes."""
+
+    def make(inner: Callable[[], Any]) -> Any:
+        made = inner()
+        look(made)
+        return made
+
+    around(target, name, make)
+
+
 class WatchedInbox(Inbox):
     """A mailbox that counts bytes, and knows which incarnation sent each message."""
 

@@ -1,0 +1,301 @@
+"""What a method with a token consists of beside its mathematics: turns, seats, and a server.
+
+A token goes round among the workers, and only its holder pushes. The first server knows where the
+token is. When its holder is lost, or who was to pass it on, the server makes a new one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PeerLost
+from paceline.strategies.served import PushStrategy
+from paceline.strategies.server import ABSENT, ShardServer
+from paceline.strategies.service import CALL, Reply, Request, Service
+from paceline.strategies.toolbox.token import NOBODY, Token
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.comm.base import Comm
+    from paceline.strategies.served import ServerStrategy
+
+TOKEN = 3
+"""The tag of messages in the ring: the token, and calls to a checkpoint."""
+
+
+@dataclass(kw_only=True)
+class RingStrategy(PushStrategy):
+    """A method whose workers push in turn: subclasses say what they bring to a turn.
+
+    Attributes:
+        seat: this worker's place in the ring.
+    """
+
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether this worker must have its turn before it makes another step."""
+
+    @abstractmethod
+    def bring(self, x: Tensor) -> Tensor:
+        """What this worker pushes in its turn."""
+
+    @abstractmethod
+    def begin_at(self, x: Tensor) -> None:
+        """Go on from a model that was just read."""
+
+    @abstractmethod
+    def keep(self, a: Tensor, x: Tensor) -> None:
+        """Keep what was refused for the next turn; the first shard of ``x`` was just read."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.seat = Seat(self.comm, self.services)
+
+    def setup(self, x: Tensor) -> None:
+        super().setup(x)
+        self.begin_at(x)
+        if self.comm.rank == self.comm.starters()[0]:
+            self.seat.generation = 0
+
+    def adopt(self, x: Tensor) -> None:
+        super().adopt(x)
+        self.begin_at(x)
+
+    def join(self, x: Tensor) -> None:
+        super().join(x)
+        self.begin_at(x)
+
+    def look_for_turn(self, x: Tensor) -> None:
+        """After a step: take a turn, if the token has come."""
+        self.seat.look()
+        self.go_on(x)
+
+    def go_on(self, x: Tensor) -> None:
+        """Take a turn, if there is a token or it must be waited for; a checkpoint comes before."""
+        seat = self.seat
+        while seat.has_token or self.is_full:
+            if not seat.has_token and seat.is_called:
+                return
+            if not seat.has_token:
+                seat.wait()
+            elif not (self.pending or self.replica.dropped) or self._take_turn(x, last=False):
+                return
+
+    def before_meeting(self, number: int) -> None:
+        self.seat.call(number, self.live_workers())
+
+    def flush(self, x: Tensor) -> None:
+        """Wait for the token once more: hand in the rest, and leave the ring."""
+        self.seat.look()
+        while not self.seat.has_token or not self._take_turn(x, last=True):
+            self.seat.wait()
+        self.seat.generation = None
+
+    def _take_turn(self, x: Tensor, last: bool) -> bool:
+        """Push and fetch, then pass the token on; False when it is not valid any more."""
+        a = self.bring(x)
+        (first,) = self._push(a, x, last, [0])
+        if not first.accepted:
+            self.seat.generation = None
+            self.keep(a, x)
+            return False
+        self._push(a, x, last, range(1, self.shards))
+        self.pushed()
+        self.begin_at(x)
+        self.seat.pass_on(round(first.next_worker), self.versions[0], last)
+        return True
+
+    def _push(self, a: Tensor, x: Tensor, last: bool, shards: Sequence[int]) -> list[Reply]:
+        """Send ``a`` to these servers, and take what they answer into ``x``."""
+        turn = Request(batches=self.pending, token=self.seat.generation or 0, last=last)
+        for shard in shards:
+            self.ask(shard, a, turn._replace(version=self.versions[shard]))
+        return [self.hear(shard, x) for shard in shards]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({} if self.serves else {"ring": self.seat.state()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.serves:
+            self.seat.load_state(state["ring"])
+        super().load_state_dict({name: value for name, value in state.items() if name != "ring"})
+
+
+class Seat:
+    """A worker's place in the ring: here the token comes, and from here it is passed on.
+
+    A worker that stands still for a checkpoint may hold the token. It calls the others, so that
+    none waits for the token meanwhile.
+
+    Attributes:
+        generation: of the token that is here; None: it is elsewhere.
+        met: the checkpoint that this worker has come to last; ``called``: been called to.
+    """
+
+    def __init__(self, comm: Comm, services: Sequence[Service]) -> None:
+        self._comm, self._services = comm, {service.server: service for service in services}
+        self.generation: int | None = None
+        self.met = self.called = 0
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the token is here."""
+        return self.generation is not None
+
+    @property
+    def is_called(self) -> bool:
+        """Whether others stand still for a checkpoint that this worker has not come to."""
+        return self.called > self.met
+
+    def look(self) -> None:
+        """Take the token, if it has come."""
+        for _, message in self._comm.poll(_message(), TOKEN):
+            self._take(message)
+
+    def wait(self) -> None:
+        """Wait for the token, a call, or a new server, which makes a new token."""
+        source, message = self._comm.recv_or_loss(_message(), TOKEN)
+        if message is not None:
+            self._take(message)
+        elif source in self._services:
+            self._services[source].await_successor(self._comm.lost_life(source))
+
+    def _take(self, message: Tensor) -> None:
+        kind, number = map(int, message.tolist())
+        if kind == CALL:
+            self.called = max(self.called, number)
+        else:
+            self.generation = kind if self.generation is None else max(self.generation, kind)
+
+    def pass_on(self, worker: int, version: int, last: bool) -> None:
+        """Pass the token on; while there is no room for it, keep it, unless this turn is the last.
+
+        Nobody, or this worker itself, may be next: then the token stays.
+        """
+        if worker in (self._comm.rank, NOBODY) or self.generation is None:
+            return
+        generation, self.generation = self.generation, None
+        message = _message(generation, version)
+        if self._comm.post(message, worker, TOKEN):
+            return
+        if not last:
+            self.generation = generation
+            return
+        with suppress(PeerLost):
+            self._comm.send(message, worker, TOKEN)
+
+    def call(self, number: int, workers: Sequence[int]) -> None:
+        """Before this worker stands still: call the others to the same checkpoint."""
+        self.met = number
+        for worker in workers:
+            if worker != self._comm.rank:
+                self._comm.post(_message(CALL, number), worker, TOKEN)
+
+    def state(self) -> list[int | None]:
+        """What a checkpoint holds of it."""
+        return [self.generation, self.met, self.called]
+
+    def load_state(self, state: Sequence[Any]) -> None:
+        """Take up what :meth:`state` gave."""
+        self.generation, self.met, self.called = state
+
+
+class TokenServer(ShardServer):
+    """A server that takes pushes from the holder of the token only.
+
+    Of several servers the first one makes tokens, and refuses old ones; workers ask it first.
+
+    Attributes:
+        token: where the valid one is.
+    """
+
+    def __init__(self, method: ServerStrategy) -> None:
+        super().__init__(method)
+        self.token = Token(min(self.present()))
+        self._owes = False
+
+    @abstractmethod
+    def take(self, worker: int, request: Request, vector: Tensor) -> None:
+        """Move the shard by what the holder of the token has brought."""
+
+    @property
+    def generation(self) -> int:
+        """That of the valid token; the ledger keeps it."""
+        return self.token.generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self.token.generation = generation
+
+    @property
+    def _is_first(self) -> bool:
+        return self.comm.rank == self.method.workers
+
+    def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
+        if request.join:
+            self._enter(worker)
+        elif self._is_first and not self.token.is_valid(request.token):
+            self.reply(worker, accepted=False)
+            if self._owes and worker == self.token.holder:
+                self._give_token()
+        else:
+            if request.last:
+                self.clocks[worker] = ABSENT
+            self.take(worker, request, vector)
+            if request.last:
+                self.publish()
+            self.reply(worker, next_worker=self.token.pass_on(worker, self.present()))
+
+    def _enter(self, worker: int) -> None:
+        self.clocks[worker] = 0
+        self.publish()
+        self.reply(worker)
+        if self.token.holder == NOBODY:
+            self.token.holder = worker
+            self.regenerate()
+
+    def on_leave(self, worker: int) -> None:
+        super().on_leave(worker)
+        if self.token.leave(worker, self.present()):
+            self.regenerate()
+
+    def take_over(self) -> dict[str, Any]:
+        """Begin the ring anew among those who are left, with a new token."""
+        facts = super().take_over()
+        for worker in set(self.present()) - set(self.method.live_workers()):
+            self.clocks[worker] = ABSENT
+        self.token.holder = min(self.present(), default=NOBODY)
+        self.regenerate()
+        return facts
+
+    def regenerate(self) -> None:
+        """Make a new token, of which a successor has to know, and give it to the holder."""
+        self.token.regenerate()
+        self.publish()
+        if self.token.holder != NOBODY and self._is_first:
+            self._give_token()
+
+    def _give_token(self) -> None:
+        """Give the token to the holder; later, if that has not taken its mail yet."""
+        message = _message(self.token.generation, self.version)
+        self._owes = not self.clients.post(message, self.token.holder, TOKEN)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "token": asdict(self.token), "owes": self._owes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.token, self._owes = Token(**state["token"]), state["owes"]
+
+
+def _message(first: int = 0, second: int = 0) -> Tensor:
+    """A token: its generation, and the version that its giver read. Or a call, and its number."""
+    import torch
+
+    return torch.tensor([first, second], dtype=torch.float64)
