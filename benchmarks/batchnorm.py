@@ -1,8 +1,8 @@
-"""Make the table of docs/batchnorm.md: a network with BatchNorm, whose workers see unlike classes.
+"""Print the table of docs/batchnorm.md: BatchNorm when workers see different classes.
 
     python benchmarks/batchnorm.py [--data auto] [--epochs 2]
 
-For each method, on 4 simulated workers, the accuracy on each of them of the one answer: with the
+For each method, on 4 simulated workers: the accuracy of the answer on each worker, with the
 worker's own running statistics, with those of all workers together, and recalibrated.
 """
 
@@ -24,7 +24,7 @@ Accuracies = list[list[float]]
 
 
 def network() -> nn.Module:
-    """The built-in network, with BatchNorm behind each convolution."""
+    """The built-in network, with BatchNorm after each convolution."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2),
         nn.BatchNorm2d(16),
@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 def measure(strategy: str, data: str, epochs: int) -> Accuracies:
     """The accuracies of each worker."""
-    images, told = load_images(), {}
+    images, accuracies = load_images(), {}
 
     def train(worker: pl.Worker) -> None:
         torch.manual_seed(worker.seed)
@@ -60,10 +60,10 @@ def measure(strategy: str, data: str, epochs: int) -> Accuracies:
         recalibrated = evaluate(net, images, worker.device)[1]
         for buffer, value in zip(net.buffers(), own, strict=True):
             buffer.copy_(value)
-        told[worker.rank] = [evaluate(net, images, worker.device)[1], together, recalibrated]
+        accuracies[worker.rank] = [evaluate(net, images, worker.device)[1], together, recalibrated]
 
     pl.simulate(train, workers=WORKERS, strategy=strategy, cluster="mixed-lab")
-    return [told[rank] for rank in range(WORKERS)]
+    return [accuracies[rank] for rank in range(WORKERS)]
 
 
 def main() -> None:
@@ -72,11 +72,11 @@ def main() -> None:
     parser.add_argument("--data", default="skewed", help="how data are shared")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print("| method | each worker's own | of all workers | recalibrated |\n|---|---|---|---|")
-    for strategy in chosen.strategies.split(","):
-        rows = measure(strategy, chosen.data, chosen.epochs)
+    for strategy in options.strategies.split(","):
+        rows = measure(strategy, options.data, options.epochs)
         own, together, recalibrated = (
             sorted({f"{v:.3f}" for v in c}) for c in zip(*rows, strict=True)
         )

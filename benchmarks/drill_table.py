@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from methods_table import put
+from methods_table import replace_table
 
 from paceline.lab.drill.scenario import load_scenarios
 
@@ -61,7 +61,7 @@ def main() -> None:
             "|---|---|---|---|---|---|---|",
         ]
         lines += [*rows, ""]
-    put("drill", lines, PAGE)
+    replace_table("drill", lines, PAGE)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Give every reader 100,000 inputs that are garbage, or almost right; print how it went.
+"""Give every reader 100,000 inputs that are garbage or almost valid; print time and memory.
 
     python benchmarks/fuzz_readers.py [--inputs N] [NAME...]
 
-Each reader runs in a process of its own, so that its peak memory is its own.
+Each reader runs in a process of its own, to measure its own peak memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TARGETS))
-    given = parser.parse_args()
-    if len(given.names) == 1:
-        fuzz(given.names[0], given.inputs)
+    options = parser.parse_args()
+    if len(options.names) == 1:
+        fuzz(options.names[0], options.inputs)
         return
-    for name in given.names or TARGETS:
-        command = [sys.executable, __file__, "--inputs", str(given.inputs), name]
+    for name in options.names or TARGETS:
+        command = [sys.executable, __file__, "--inputs", str(options.inputs), name]
         subprocess.run(command, check=True)
 
 

@@ -5,10 +5,10 @@
 
 A small MLP trains from fixed seeds on fixed data, with SGD with momentum and with Adam, by one
 worker on the device and by two that share it. One worker, and two of a synchronous method, must end
-with the parameters of the CPU: the norm of the difference of a tensor is at most 1e-4 of its own.
-Two workers of an asynchronous method may meet in any order: their loss must be within 0.4 of that
-on the CPU, which falls from 1.5 to less than 0.4. One line for each case, and a summary; exit
-code 1 when one has failed. ``--device cpu`` compares the CPU with itself.
+with the parameters of the CPU: the norm of a tensor's difference is at most 1e-4 of its own norm.
+The messages of two asynchronous workers may arrive in any order: their loss must be within 0.4 of
+that on the CPU, which falls from 1.5 to less than 0.4. Prints one line for each case, and a
+summary; the exit code is 1 if one has failed. ``--device cpu`` compares the CPU with itself.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Case(NamedTuple):
-    """One thing to check."""
+    """One run to check."""
 
     strategy: str
     workers: int
     optimizer: str
 
     @property
-    def repeats(self) -> bool:
-        """Whether the same run again ends with the same parameters."""
+    def deterministic(self) -> bool:
+        """Whether the run is deterministic: repeated, it ends with the same parameters."""
         return self.workers == 1 or make_strategy(self.strategy).synchronous
 
     def __str__(self) -> str:
-        many = f"{self.workers} worker{'s' if self.workers > 1 else ' '}"
-        return f"{self.strategy:<18} {many}  {self.optimizer:<8}"
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ' '}"
+        return f"{self.strategy:<18} {workers}  {self.optimizer:<8}"
 
 
 class Outcome(NamedTuple):
-    """What a run ended with; a loss that is not finite is None."""
+    """The result of a run; a loss that is not finite is None."""
 
     loss: float | None
     parameters: dict[str, Tensor]
@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-# What is trained ---------------------------------------------------------------------------------
+# The training ------------------------------------------------------------------------------------
 
 
 def train(worker: pl.Worker, optimizer: str) -> None:
@@ -102,7 +102,7 @@ def train(worker: pl.Worker, optimizer: str) -> None:
 
 
 def samples() -> TensorDataset:
-    """Points, labelled by the largest of a few fixed directions."""
+    """Random points, labeled by the fixed direction with the largest product."""
     random = torch.Generator().manual_seed(SEED)
     x = torch.randn(SAMPLES, FEATURES, generator=random)
     directions = torch.randn(FEATURES, CLASSES, generator=random)
@@ -126,11 +126,11 @@ def outcome(case: Case, device: str, transport: str) -> Outcome:
         return Outcome(result.loss, load_file(Path(folder) / "model.safetensors"))
 
 
-# What comes of it --------------------------------------------------------------------------------
+# The comparison ----------------------------------------------------------------------------------
 
 
 def check(case: Case, device: str, transport: str) -> Verdict:
-    """Run a case on the device and on the CPU, and compare what can be compared."""
+    """Run a case on the device and on the CPU, and compare the parameters or the losses."""
     try:
         ours = outcome(case, device, transport)
     except pl.PacelineError as error:
@@ -138,7 +138,7 @@ def check(case: Case, device: str, transport: str) -> Verdict:
     cpu = outcome(case, "cpu", transport)
     if not (ours.finite and cpu.finite):
         return Verdict(False, "not finite")
-    return compare_parameters(ours, cpu) if case.repeats else compare_losses(ours, cpu)
+    return compare_parameters(ours, cpu) if case.deterministic else compare_losses(ours, cpu)
 
 
 def compare_parameters(ours: Outcome, cpu: Outcome) -> Verdict:
@@ -149,7 +149,7 @@ def compare_parameters(ours: Outcome, cpu: Outcome) -> Verdict:
 
 
 def relative_gap(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference, over the norm of the second."""
+    """The norm of the difference, relative to the norm of ``theirs``."""
     gap, size = (ours.double() - theirs.double()).norm(), theirs.double().norm()
     if size:
         return float(gap / size)
@@ -167,7 +167,7 @@ def compare_losses(ours: Outcome, cpu: Outcome) -> Verdict:
 
 def main() -> int:
     options = read_options()
-    device = see_one(options.device)
+    device = use_one_gpu(options.device)
     print(f"{name_of(device)}, torch {torch.__version__}, transport {options.transport}")
     began_s, failed = time.monotonic(), 0
     cases = list(cases_of(options.strategies, options.optimizers))
@@ -197,18 +197,18 @@ def cases_of(strategies: str, optimizers: str) -> Iterator[Case]:
                 yield Case(strategy, workers, optimizer)
 
 
-def see_one(device: str) -> str:
+def use_one_gpu(device: str) -> str:
     """Hide all GPUs but one from this process and its ranks, so that two workers share it."""
     kind, _, number = device.partition(":")
     if kind == "cuda":
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen = seen.split(",")[int(number or 0)] if seen else number or "0"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = visible.split(",")[int(number or 0)] if visible else number or "0"
         os.environ["CUDA_VISIBLE_DEVICES"] = chosen
     return kind
 
 
 def name_of(device: str) -> str:
-    """The device as its maker calls it; ends the program where there is none."""
+    """The name of the device; exits if there is no GPU."""
     if device != "cuda":
         return device
     if not torch.cuda.is_available():

@@ -2,10 +2,10 @@
 
     python benchmarks/model_steps.py [--device cuda] [--models resnet50,gpt2-small]
 
-Each model is built as its paper has it, with the parameters of the usual implementations
-(torchvision's, transformers'), and makes forward, backward and an SGD step in float32 (TF32 where
-the device has it) on random samples: images of 224 x 224, sequences of 128 tokens (BERT) or 1024
-(GPT-2). One line for each: seconds a sample, the median of the rounds.
+Each model is built as in its paper, with the parameters of the usual implementations (torchvision,
+transformers). A step is forward, backward and SGD in float32 (TF32 if the device has it) on random
+samples: images of 224 x 224, sequences of 128 tokens (BERT) or 1024 (GPT-2). Prints one line for
+each model: seconds per sample, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS, STEPS = 5, 10
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 and a shortcut; or 3x3, 3x3 when it is not ``deep``."""
+    """Convolutions 1x1, 3x3, 1x1 and a shortcut; 3x3, 3x3 if it is not ``deep``."""
 
     def __init__(self, inner: int, width: int, stride: int, deep: bool) -> None:
         super().__init__()
@@ -39,22 +39,26 @@ class Bottleneck(nn.Module):
             shapes = [(inner, width, 3, stride), (width, width, 3, 1)]
         layers: list[nn.Module] = []
         for i, o, size, step in shapes:
-            layers += [*normed(i, o, size, step), nn.ReLU()]
+            layers += [*convolution_with_norm(i, o, size, step), nn.ReLU()]
         self.body = nn.Sequential(*layers[:-1])
         same = stride == 1 and inner == outer
-        self.shortcut = nn.Identity() if same else nn.Sequential(*normed(inner, outer, 1, stride))
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(*convolution_with_norm(inner, outer, 1, stride))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return relu(self.body(x) + self.shortcut(x))
 
 
-def normed(inner: int, outer: int, size: int, stride: int) -> list[nn.Module]:
+def convolution_with_norm(inner: int, outer: int, size: int, stride: int) -> list[nn.Module]:
     convolution = nn.Conv2d(inner, outer, size, stride, size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outer)]
 
 
 def resnet(blocks: tuple[int, ...], deep: bool) -> nn.Module:
-    layers = [*normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers = [*convolution_with_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inner, out = 64, 4 if deep else 1
     for stage, count in enumerate(blocks):
         width = 64 << stage
@@ -92,7 +96,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of GPT-2 when ``causal``: norms first, one matrix for q, k and v; else of BERT."""
+    """A layer of GPT-2 if ``causal`` (norms first, one matrix for q, k and v); else of BERT."""
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
@@ -113,24 +117,24 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, words: int, places: int, causal: bool) -> None:
+    def __init__(self, words: int, positions: int, causal: bool) -> None:
         super().__init__()
         width = 768
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(places, width)
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(positions, width)
         self.kinds = None if causal else nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width)
         self.layers = nn.Sequential(*(Layer(width, causal) for _ in range(12)))
         self.pooler = None if causal else nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
         if self.pooler is None or self.kinds is None:
             return linear(self.norm(self.layers(x)), self.words.weight).flatten(0, 1)
         return self.pooler(self.layers(self.norm(x + self.kinds.weight[0]))[:, 0]).tanh()
 
 
 class Model(NamedTuple):
-    """How to make it, what a sample is, and the batch that it is timed with."""
+    """A model's constructor, the shape of its samples, and its batch size."""
 
     make: Callable[[], nn.Module]
     words: int
@@ -157,7 +161,7 @@ def sample_of(model: Model, device: str) -> tuple[Tensor, Tensor]:
     return tokens, tokens.flatten() if causal else tokens[:, 0] % 768
 
 
-def seconds_a_sample(model: Model, device: str) -> float:
+def seconds_per_sample(model: Model, device: str) -> float:
     net = model.make().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     x, y = sample_of(model, device)
@@ -183,14 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", default=",".join(MODELS))
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    on_gpu = chosen.device.startswith("cuda")
+    on_gpu = options.device.startswith("cuda")
     print(torch.cuda.get_device_name() if on_gpu else "cpu", "torch", torch.__version__)
-    for name in chosen.models.split(","):
+    for name in options.models.split(","):
         model = MODELS[name]
-        print(f"{name:<12} batch {model.batch:<3} {seconds_a_sample(model, chosen.device):.3e} s")
+        print(
+            f"{name:<12} batch {model.batch:<3} {seconds_per_sample(model, options.device):.3e} s"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A slow network on one machine: network namespaces joined by links of a limited rate.
 
-Each rank's namespace holds one interface, ``eth0``, whose cable leads to a bridge in a namespace
-of its own. The token bucket filter of the kernel (``tc tbf``) limits both ways of each cable, what
-a rank sends and what it is sent, as a network card and a switch would.
+Each rank's namespace has one interface, ``eth0``, connected to a bridge in a namespace of its own.
+The kernel's token bucket filter (``tc tbf``) limits both directions of each link, as a network card
+and a switch would.
 
-No namespace has a name: open files are all that keeps them. They and all that is in them are gone
-when the process that made them has ended, whatever ended it; and nothing in them can reach, or be
-reached from, the rest of the machine. Making them takes root, or the capability CAP_SYS_ADMIN.
+The namespaces have no names: only open files keep them alive. When the process that made them ends,
+however it ends, the kernel removes them and everything in them. Nothing in them can reach, or be
+reached from, the rest of the machine. Making them needs root or the capability CAP_SYS_ADMIN.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from paceline.errors import PacelineError
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 BURST_S, LEAST_BURST = 1e-3, 1 << 14
-"""How much a link that was idle lets pass at once: what it carries in this time, but at least as
-many bytes."""
+"""How much an idle link lets pass at once: what it carries in BURST_S, at least LEAST_BURST."""
 QUEUE_S = 0.05
-"""How long a packet waits in the filter at most; what would wait longer is dropped."""
+"""A packet that would wait longer than this in the filter is dropped."""
 MTU, FRAME_BYTES, HEADER_BYTES = 1500, 14, 52
 """The largest IP packet, the Ethernet header that the filter counts with it, and the IP and TCP
 headers (with time stamps) inside it."""
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 def payload_rate(bits_per_s: float) -> float:
-    """The bytes of payload that TCP gets through such a link in a second.
+    """The payload that TCP gets through such a link, bytes per second.
 
     >>> round(payload_rate(100e6) / 12.5e6, 3)
     0.956
@@ -48,7 +47,7 @@ def payload_rate(bits_per_s: float) -> float:
 
 
 def why_not() -> str | None:
-    """Why no slow network can be made here; None where one can, as trying it shows."""
+    """Why no slow network can be made here; None if a trial succeeds."""
     if sys.platform != "linux":
         return f"network namespaces need Linux, this is {sys.platform}"
     for tool in ("ip", "tc"):
@@ -62,11 +61,11 @@ def why_not() -> str | None:
 
 
 class SlowNetwork:
-    """A namespace for each rank, and the limited links between them, while a ``with`` block lasts.
+    """A namespace for each rank with limited links between them, as a context manager.
 
     Args:
-        size: how many ranks.
-        bits_per_s: what each link carries, each way.
+        size: the number of ranks.
+        bits_per_s: the rate of each link, in each direction.
     """
 
     def __init__(self, size: int, bits_per_s: float) -> None:
@@ -81,7 +80,7 @@ class SlowNetwork:
             self._hub("ip", "link", "add", "hub", "type", "bridge", "mcast_snooping", "0")
             self._hub("ip", "link", "set", "hub", "addrgenmode", "none", "up")
             for rank in range(self.size):
-                self._join(rank)
+                self._connect(rank)
         except BaseException:
             self.close()
             raise
@@ -96,14 +95,14 @@ class SlowNetwork:
         self.close()
 
     def close(self) -> None:
-        """Let go of the namespaces; the kernel removes those that no process is in."""
+        """Close the namespaces; the kernel removes those that no process uses."""
         while self._files:
             os.close(self._files.pop())
 
-    def _join(self, rank: int) -> None:
-        """Lay the cable of a rank, and limit it."""
-        port, home = f"port{rank}", self.path(rank)
-        cable = ("type", "veth", "peer", "name", "eth0", "netns", home)
+    def _connect(self, rank: int) -> None:
+        """Connect a rank to the bridge by a link of limited rate."""
+        port, namespace = f"port{rank}", self.path(rank)
+        cable = ("type", "veth", "peer", "name", "eth0", "netns", namespace)
         self._hub("ip", "link", "add", port, *cable)
         self._hub("ip", "link", "set", port, "master", "hub", "addrgenmode", "none", "up")
         self.run(rank, "ip", "link", "set", "lo", "up")
@@ -116,42 +115,42 @@ class SlowNetwork:
 
     @property
     def burst_bytes(self) -> int:
-        """What a link that was idle lets pass at once."""
+        """How many bytes an idle link lets pass at once."""
         return max(LEAST_BURST, round(BURST_S * self.bits_per_s / 8))
 
     def address(self, rank: int) -> str:
-        """The one address of a rank that others can reach."""
+        """The address at which others reach a rank."""
         return f"10.77.{rank // 250}.{rank % 250 + 1}"
 
     def path(self, rank: int) -> str:
-        """The file by which any process of root's can enter the namespace of a rank."""
+        """The file by which a process of root can enter the namespace of a rank."""
         return f"/proc/{os.getpid()}/fd/{self._files[rank]}"
 
     def run(self, rank: int, *command: str) -> str:
-        """Run a command in the namespace of a rank; what it wrote."""
+        """Run a command in the namespace of a rank; return its output."""
         return _inside(self._files[rank], lambda: _run(command))
 
     def _hub(self, *command: str) -> str:
         return self.run(self.size, *command)
 
     def bytes_sent(self) -> list[int]:
-        """What each rank has put on its link so far, with the headers of every packet."""
+        """The bytes that each rank has sent over its link so far, with all headers."""
         return [self._passed(rank, "eth0") for rank in range(self.size)]
 
     def bytes_received(self) -> list[int]:
-        """What each rank has been sent over its link so far, with the headers of every packet."""
+        """The bytes that were sent to each rank over its link so far, with all headers."""
         return [self._passed(self.size, f"port{rank}") for rank in range(self.size)]
 
-    def _passed(self, place: int, device: str) -> int:
+    def _passed(self, rank: int, device: str) -> int:
         """The bytes that a filter has let through."""
-        told: list[dict[str, Any]] = json.loads(
-            self.run(place, "tc", "-s", "-j", "qdisc", "show", "dev", device)
+        statistics: list[dict[str, Any]] = json.loads(
+            self.run(rank, "tc", "-s", "-j", "qdisc", "show", "dev", device)
         )
-        return int(told[0]["bytes"])
+        return int(statistics[0]["bytes"])
 
 
 def enter(path: str) -> None:
-    """Move the calling thread, and all that it will start, into a namespace."""
+    """Move the calling thread, and whatever it starts later, into a namespace."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", file, _NEW_NETWORK)
@@ -160,7 +159,7 @@ def enter(path: str) -> None:
 
 
 def _new_namespace() -> int:
-    """A file that keeps a new, empty namespace."""
+    """Make an empty namespace; return the open file that keeps it alive."""
 
     def make() -> int:
         _call("unshare", _NEW_NETWORK)
@@ -170,17 +169,17 @@ def _new_namespace() -> int:
 
 
 def _inside(file: int, action: Callable[[], T]) -> T:
-    """Do something in the namespace of ``file``."""
+    """Run ``action`` in the namespace of ``file``."""
 
-    def go() -> T:
+    def enter_and_act() -> T:
         _call("setns", file, _NEW_NETWORK)
         return action()
 
-    return _in_thread(go)
+    return _in_thread(enter_and_act)
 
 
 def _in_thread(action: Callable[[], T]) -> T:
-    """Do something in a thread of its own, whose namespace goes with it; return or raise as it."""
+    """Run ``action`` in a thread of its own: it may change the thread's namespace."""
     values: list[T] = []
     errors: list[BaseException] = []
 
@@ -199,7 +198,7 @@ def _in_thread(action: Callable[[], T]) -> T:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A function of the C library that answers 0, or sets ``errno``."""
+    """Call a function of the C library that returns 0, or sets ``errno``."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")

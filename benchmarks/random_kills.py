@@ -1,13 +1,13 @@
-"""Kill and stop random processes of real runs at random moments, and look how the runs end.
+"""Kill and stop random processes of real runs at random moments, and check how the runs end.
 
     python benchmarks/random_kills.py --trials 200 --seed 0
 
 Each trial trains the built-in task with a random method, and harms one process: a worker, a server
-or communicator, rank 0, the launcher or the fork server. It is killed, or stopped for some seconds,
-at a moment between its own start and the usual end of the run. A trial fails when the run is not
-over ``dead_s`` + 30 s after the harm and its usual time, when its exit code or its message does not
-fit what happened, when it ends with 0 and a model that has learned nothing, or when a process is
-left. Every trial prints one JSON object; the last line sums up.
+or communicator, rank 0, the launcher or the fork server. The process is killed, or stopped for a
+few seconds, at a moment between its start and the usual end of the run. A trial fails if the run
+has not ended ``dead_s`` + 30 s after the harm and its usual time, if its exit code or its message
+does not fit what happened, if it ends with 0 and a model that has learned nothing, or if a process
+is left. Every trial prints one JSON object; the last line sums up.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from pathlib import Path
 from paceline.comm.base import Limits
 from paceline.strategies import STRATEGIES, make_strategy
 
-MARK = "PACELINE_TRIAL"
+VARIABLE = "PACELINE_TRIAL"
 WORKERS = 3
 SYNCHRONOUS = ("allreduce", "sasgd", "hierarchical", "diloco", "layered")
 VICTIMS = ("worker", "rank 0", "server", "launcher", "fork server")
 LEARNED = 0.4
-"""The accuracy of a run that has trained at all: ten classes, so that a guess has 0.1."""
+"""A run with this accuracy has learned something: a guess among ten classes has 0.1."""
 
 
 @dataclass
 class Trial:
-    """What is done to which run, and how it ended.
+    """What is done to a run, and how it ended.
 
-    ``share`` is how much of its life the victim has behind it when it is harmed, ``at_s`` when that
-    was.
+    The victim is harmed after ``share`` of the time between its start and the usual end, at
+    ``at_s``. ``found`` says what was wrong with the end; it is empty if nothing was.
     """
 
     method: str
@@ -61,31 +61,31 @@ class Trial:
     found: str = ""
 
 
-def draw(choose: random.Random) -> Trial:
-    method = choose.choice(sorted(STRATEGIES))
-    serves = len(make_strategy(method).roles(WORKERS)) > WORKERS
-    victim = choose.choice([who for who in VICTIMS if serves or who != "server"])
-    harm = choose.choice(("kill", "stop"))
-    on_loss = choose.choice((None, "continue")) if method in SYNCHRONOUS else None
-    share, stopped_s = choose.uniform(0, 1), choose.uniform(0.5, 9)
-    return Trial(method, victim, harm, on_loss, share, stopped_s, choose.randrange(1000))
+def draw(generator: random.Random) -> Trial:
+    method = generator.choice(sorted(STRATEGIES))
+    has_server = len(make_strategy(method).roles(WORKERS)) > WORKERS
+    victim = generator.choice([who for who in VICTIMS if has_server or who != "server"])
+    harm = generator.choice(("kill", "stop"))
+    on_loss = generator.choice((None, "continue")) if method in SYNCHRONOUS else None
+    share, stopped_s = generator.uniform(0, 1), generator.uniform(0.5, 9)
+    return Trial(method, victim, harm, on_loss, share, stopped_s, generator.randrange(1000))
 
 
-def processes(mark: str) -> dict[int, int]:
-    """The processes of a trial that still run, and their parents."""
-    found = {}
+def processes(trial_id: str) -> dict[int, int]:
+    """The running processes of a trial, each with its parent."""
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if f"{VARIABLE}={trial_id}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
                 if state != "Z":
-                    found[int(folder.name)] = int(parent)
-    return found
+                    parents[int(folder.name)] = int(parent)
+    return parents
 
 
-def victim_of(trial: Trial, launcher: int, mark: str) -> int | None:
-    """The process to harm; None when there is none of that kind now."""
-    parents = processes(mark)
+def victim_of(trial: Trial, launcher: int, trial_id: str) -> int | None:
+    """The process to harm; None if none of that kind is running."""
+    parents = processes(trial_id)
     if trial.victim == "launcher":
         return launcher if launcher in parents else None
     fork_servers = [pid for pid, parent in parents.items() if parent == launcher]
@@ -105,42 +105,42 @@ def command_of(trial: Trial, out: str) -> list[str]:
 
 
 def run(trial: Trial) -> None:
-    expected_s, mark, begun_s = usual_s(trial.method), uuid.uuid4().hex, time.monotonic()
+    expected_s, trial_id, started_s = usual_s(trial.method), uuid.uuid4().hex, time.monotonic()
     with tempfile.TemporaryDirectory() as out, open(f"{out}/errors", "w+") as errors:
-        told = subprocess.Popen(
+        process = subprocess.Popen(
             command_of(trial, out),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, VARIABLE: trial_id},
         )
-        while told.poll() is None and victim_of(trial, told.pid, mark) is None:
+        while process.poll() is None and victim_of(trial, process.pid, trial_id) is None:
             time.sleep(0.02)
-        starts_s = time.monotonic() - begun_s
+        victim_started_s = time.monotonic() - started_s
         with suppress(subprocess.TimeoutExpired):
-            told.wait(trial.share * max(0.0, expected_s - starts_s))
-        trial.at_s = time.monotonic() - begun_s
-        victim = victim_of(trial, told.pid, mark)
+            process.wait(trial.share * max(0.0, expected_s - victim_started_s))
+        trial.at_s = time.monotonic() - started_s
+        victim = victim_of(trial, process.pid, trial_id)
         stop_s = harm(trial, victim)
         limit_s = expected_s + stop_s + Limits().dead_s + 30
         try:
-            output, _ = told.communicate(timeout=limit_s)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             output, trial.found = "", f"still running {limit_s:.0f} s after the harm"
-        trial.code, trial.seconds = told.returncode, time.monotonic() - begun_s
+        trial.code, trial.seconds = process.returncode, time.monotonic() - started_s
         errors.seek(0)
         trial.found = trial.found or judge(trial, victim, output, errors.read())
-        left = wait_for_end(mark)
+        left = wait_for_end(trial_id)
         if left and not trial.found:
             trial.found = f"left behind: {left}"
-        for pid in processes(mark):
+        for pid in processes(trial_id):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        told.wait()
+        process.wait()
 
 
 def harm(trial: Trial, victim: int | None) -> float:
-    """Kill or stop it; return for how long it was stopped."""
+    """Kill or stop the victim; return for how long it was stopped."""
     if victim is None:
         trial.victim, trial.harm = f"{trial.victim} (not there)", "none"
         return 0.0
@@ -154,16 +154,16 @@ def harm(trial: Trial, victim: int | None) -> float:
     return trial.stopped_s
 
 
-def wait_for_end(mark: str) -> list[int]:
+def wait_for_end(trial_id: str) -> list[int]:
     """The processes that are left 10 s after the end of a run."""
     until_s = time.monotonic() + 10
-    while (left := [*processes(mark)]) and time.monotonic() < until_s:
+    while (left := [*processes(trial_id)]) and time.monotonic() < until_s:
         time.sleep(0.1)
     return left
 
 
 def judge(trial: Trial, victim: int | None, output: str, errors: str) -> str:
-    """What is wrong with the end of a run; nothing, if it is as it should be."""
+    """What is wrong with the end of a run; an empty text if nothing is."""
     code = trial.code
     if trial.victim == "launcher" and trial.harm == "kill":
         return "" if code in (0, -signal.SIGKILL) else f"exit code {code}"
@@ -176,14 +176,14 @@ def judge(trial: Trial, victim: int | None, output: str, errors: str) -> str:
             return f"exit code 0 and accuracy {trial.accuracy}"
         return ""
     if victim is None or trial.victim == "launcher":
-        return f"exit code {code}, and nothing was harmed that counts: {errors[-300:]}"
+        return f"exit code {code}, although no rank was harmed: {errors[-300:]}"
     if code != 3:
         return f"exit code {code}: {errors[-300:]}"
     return may_end(trial, errors)
 
 
 def may_end(trial: Trial, errors: str) -> str:
-    """Whether a run may end because of this loss."""
+    """Why a run may not end because of this loss; an empty text if it may."""
     if trial.victim == "fork server":
         return "" if "fork server" in errors or "rank" in errors else f"not named: {errors[-300:]}"
     if "rank" not in errors:
@@ -198,10 +198,10 @@ def may_end(trial: Trial, errors: str) -> str:
 def usual_s(method: str) -> float:
     """How long an undisturbed run with this method takes here."""
     trial = Trial(method, "launcher", "none", None, 0.0, 0.0, 0)
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as out:
         subprocess.run(command_of(trial, out), check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - begun_s
+    return time.monotonic() - started_s
 
 
 def main() -> None:
@@ -209,10 +209,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    choose = random.Random(options.seed)
+    generator = random.Random(options.seed)
     trials, failed = Counter[str](), 0
     for number in range(options.trials):
-        trial = draw(choose)
+        trial = draw(generator)
         run(trial)
         trials[f"{trial.harm} {trial.victim}"] += 1
         failed += bool(trial.found)

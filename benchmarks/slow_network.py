@@ -1,11 +1,11 @@
-"""Make the tables of docs/slow-network.md: training over links that are really slow.
+"""Write the tables of docs/slow-network.md: training over links that are really slow.
 
     python benchmarks/slow_network.py [table] [predict] [--models mlp] [--seeds 1,2,3]
 
 ``table``: the time to an accuracy of 0.80 at 100 Mbit/s, of every method and of torch's own.
-``predict``: the throughput that the simulator predicts at 100 Mbit/s and 1 Gbit/s, and what is
-measured. Without a name, both. Each run is kept in ``--out`` as soon as it is over, and not made
-again. Needs root, on Linux: ranks run in network namespaces with rate-limited links.
+``predict``: the throughput that the simulator predicts at 100 Mbit/s and 1 Gbit/s, and the measured
+one. Without a name, both. ``--out`` caches the outcome of each run, which is not made again. Needs
+root, on Linux: ranks run in network namespaces with rate-limited links.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from methods_table import put
+from methods_table import replace_table
 from namespaces import SlowNetwork, payload_rate, why_not
 from slow_training import (
     DDP,
     PLAIN,
     TORCH,
+    Evaluation,
     Job,
-    Look,
     Outcome,
     measure,
     run_job,
@@ -44,14 +44,14 @@ WORKERS, TARGET = 4, 0.80
 WAYS = [*STRATEGIES, *TORCH]
 TABLE_BITS_PER_S = 100e6
 PREDICTED = {"allreduce": 48, "sasgd": 192, "gossip": 48, "downpour": 32}
-"""The methods whose throughput is predicted, and for how many steps of each worker they run."""
+"""The methods whose throughput is predicted, and how many steps each worker makes."""
 RATES = {100e6: 1, 1e9: 3}
-"""The links for which it is predicted, and how many times as many steps they make."""
+"""The rates for which it is predicted, and how many times as many steps are made."""
 REPEATS = 3
 
 
-class Book:
-    """The outcomes so far, a line each, by what decides them."""
+class JobCache:
+    """The outcomes of jobs in a file, one line each; the key is everything that decides them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,55 +59,58 @@ class Book:
         self._known: dict[str, Outcome] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
-                told = json.loads(line)
-                outcome = told["outcome"]
-                outcome["looks"] = [Look(*look) for look in outcome["looks"]]
-                self._known[told["key"]] = Outcome(**outcome)
+                entry = json.loads(line)
+                outcome = entry["outcome"]
+                outcome["evaluations"] = [Evaluation(*e) for e in outcome["evaluations"]]
+                self._known[entry["key"]] = Outcome(**outcome)
 
     def outcome(self, network: SlowNetwork, job: Job, repeat: int = 0) -> Outcome:
-        """What came of a job, which is run unless that is known."""
-        what = {**asdict(job), "bits_per_s": network.bits_per_s, "repeat": repeat}
-        key = json.dumps(what | provenance()["versions"], sort_keys=True)
+        """The outcome of a job; runs the job unless the outcome is known."""
+        config = {**asdict(job), "bits_per_s": network.bits_per_s, "repeat": repeat}
+        key = json.dumps(config | provenance()["versions"], sort_keys=True)
         if key not in self._known:
             outcome = self._known[key] = run_job(network, job)
             with self._path.open("a") as file:
                 file.write(json.dumps({"key": key, "outcome": asdict(outcome)}) + "\n")
-            print(what, asdict(outcome) | {"looks": outcome.looks[-1:]}, file=sys.stderr)
+            last = {"evaluations": outcome.evaluations[-1:]}
+            print(config, asdict(outcome) | last, file=sys.stderr)
         return self._known[key]
 
 
 # Time to accuracy --------------------------------------------------------------------------------
 
 
-def time_to_accuracy(book: Book, model: str, seeds: list[int], epochs: int) -> list[str]:
-    """The table of all ways of training, in an order drawn anew for each seed."""
-    found: dict[str, list[Outcome]] = {way: [] for way in WAYS}
+def time_to_accuracy(cache: JobCache, model: str, seeds: list[int], epochs: int) -> list[str]:
+    """The table of all ways of training, run in a random order for each seed."""
+    outcomes_by_way: dict[str, list[Outcome]] = {way: [] for way in WAYS}
     ranks = max(Job(way=way, workers=WORKERS).ranks for way in WAYS)
     with SlowNetwork(ranks, TABLE_BITS_PER_S) as network:
         for seed in seeds:
             for way in random.Random(seed).sample(WAYS, len(WAYS)):
                 job = Job(way=way, model=model, workers=WORKERS, seed=seed, epochs=epochs)
-                found[way].append(book.outcome(network, job))
-    return lines_of(found)
+                outcomes_by_way[way].append(cache.outcome(network, job))
+    return lines_of(outcomes_by_way)
 
 
-def lines_of(found: dict[str, list[Outcome]]) -> list[str]:
-    """The rows, the quickest way to the target first."""
-    beside = mean([outcome.seconds_to(TARGET) for outcome in found[DDP]])
+def lines_of(outcomes_by_way: dict[str, list[Outcome]]) -> list[str]:
+    """The rows of the table, the fastest way to the target first."""
+    ddp_s = mean([outcome.seconds_to(TARGET) for outcome in outcomes_by_way[DDP]])
     head = (
-        f"| way | ranks | seconds to {TARGET:.2f} | beside torch DDP | accuracy at the end"
-        " | samples/s | handed in | on the wire |"
+        f"| way | ranks | seconds to {TARGET:.2f} | over torch DDP | final accuracy"
+        " | samples/s | payload | on the wire |"
     )
     lines = [head, "|---|---|---|---|---|---|---|---|"]
-    for way in sorted(found, key=lambda way: mean(times_of(found[way])) or float("inf")):
-        outcomes, times = found[way], times_of(found[way])
-        ratio = f"{mean(times) / beside:.2f}" if mean(times) and beside else "-"
+    times_by_way = {way: times_of(outcomes) for way, outcomes in outcomes_by_way.items()}
+    for way in sorted(times_by_way, key=lambda way: mean(times_by_way[way]) or float("inf")):
+        outcomes, times = outcomes_by_way[way], times_by_way[way]
+        ratio = f"{mean(times) / ddp_s:.2f}" if mean(times) and ddp_s else "-"
         sent = mean([outcome.bytes_sent for outcome in outcomes])
         wire = mean([outcome.wire_bytes for outcome in outcomes])
         speed = statistics.mean(outcome.samples_per_s for outcome in outcomes)
+        accuracies = [outcome.evaluations[-1].accuracy for outcome in outcomes]
         lines.append(
             f"| {name_of(way)} | {Job(way=way, workers=WORKERS).ranks} | {span(times, '.1f')} |"
-            f" {ratio} | {span([o.looks[-1].accuracy for o in outcomes], '.3f')} | {speed:,.0f} |"
+            f" {ratio} | {span(accuracies, '.3f')} | {speed:,.0f} |"
             f" {megabytes(sent)} | {megabytes(wire)} |"
         )
     return lines
@@ -122,17 +125,17 @@ def name_of(way: str) -> str:
 
 
 def mean(values: list[Any]) -> float | None:
-    """The mean, if all are known."""
+    """The mean; None if one value is None."""
     return None if None in values else statistics.mean(values)
 
 
 def span(values: list[Any], form: str) -> str:
-    """Mean and range; how often it was reached, where it was not always."""
+    """Mean and range; if a value is None, how often the target was reached."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return f"not reached ({len(known)} of {len(values)})"
-    ends = f" ({min(known):{form}} to {max(known):{form}})" if len(known) > 1 else ""
-    return f"{statistics.mean(known):{form}}{ends}"
+    limits = f" ({min(known):{form}} to {max(known):{form}})" if len(known) > 1 else ""
+    return f"{statistics.mean(known):{form}}{limits}"
 
 
 def megabytes(nbytes: float | None) -> str:
@@ -145,23 +148,23 @@ def megabytes(nbytes: float | None) -> str:
 def predictions(bits_per_s: float) -> list[str]:
     """Predict the throughput of some methods, then measure it, several times over."""
     jobs = {
-        way: Job(way=way, workers=WORKERS, steps=RATES[bits_per_s] * steps, looks=False)
+        way: Job(way=way, workers=WORKERS, steps=RATES[bits_per_s] * steps, evaluates=False)
         for way, steps in (PREDICTED | {PLAIN: 96}).items()
     }
-    told, expected, measured = [], defaultdict(list), defaultdict(list)
+    costs, expected, measured = [], defaultdict(list), defaultdict(list)
     with SlowNetwork(max(job.ranks for job in jobs.values()), bits_per_s) as network:
         for repeat in range(REPEATS):
             latencies, plain = measure(network), run_job(network, jobs[PLAIN])
-            told.append((*latencies, WORKERS * plain.seconds / plain.steps))
+            costs.append((*latencies, WORKERS * plain.seconds / plain.steps))
             for way in PREDICTED:
-                cluster = cluster_of(bits_per_s, *told[-1], jobs[way].strategy.synchronous)
+                cluster = cluster_of(bits_per_s, *costs[-1], jobs[way].strategy.synchronous)
                 expected[way].append(simulate_job(cluster, jobs[way]).samples_per_s)
             for way in random.Random(repeat).sample([*PREDICTED], len(PREDICTED)):
                 measured[way].append(run_job(network, jobs[way]).samples_per_s)
                 print(way, expected[way][-1], measured[way][-1], file=sys.stderr)
-    message_s, all_reduce_s, step_s = (statistics.median(one) for one in zip(*told, strict=True))
+    message_s, all_reduce_s, step_s = (statistics.median(each) for each in zip(*costs, strict=True))
     head = (
-        f"Told to the simulator (medians): {message_s * 1e3:.1f} ms for a message,"
+        f"Given to the simulator (medians): {message_s * 1e3:.1f} ms for a message,"
         f" {hop_s(all_reduce_s) * 1e3:.1f} ms for a hop of an all-reduce,"
         f" {payload_rate(bits_per_s) / 1e6:.1f} MB/s, {step_s * 1e3:.1f} ms for a step."
     )
@@ -170,14 +173,14 @@ def predictions(bits_per_s: float) -> list[str]:
 
 
 def hop_s(all_reduce_s: float) -> float:
-    """A hop of an all-reduce: one of four ranks that is all latency takes the simulator four."""
+    """The latency of a hop: a small all-reduce among four ranks takes the simulator four hops."""
     return all_reduce_s / 4
 
 
 def cluster_of(
     bits_per_s: float, message_s: float, all_reduce_s: float, step_s: float, collective: bool
 ) -> Cluster:
-    """What the simulator is told: the link's rate less headers, measured latency and step time."""
+    """The simulated cluster: the link's rate without headers, measured latency and step time."""
     latency_s = hop_s(all_reduce_s) if collective else message_s
     return Cluster(
         name=f"tbf-{bits_per_s / 1e6:g}",
@@ -187,15 +190,15 @@ def cluster_of(
 
 
 def row_of(way: str, expected: list[float], measured: list[float]) -> dict[str, Any]:
-    """Medians over the repeats; the error is that of each prediction beside its own measurement."""
-    errors = [one / other - 1 for one, other in zip(expected, measured, strict=True)]
-    middle = statistics.median(measured)
+    """A row of medians over repeats; each prediction is compared with its own measurement."""
+    errors = [p / m - 1 for p, m in zip(expected, measured, strict=True)]
+    median = statistics.median(measured)
     return {
         "what": f"`{way}`",
         "predicted": statistics.median(expected),
-        "measured": middle,
+        "measured": median,
         "error": statistics.median(errors),
-        "spread": (max(measured) - min(measured)) / 2 / middle,
+        "spread": (max(measured) - min(measured)) / 2 / median,
     }
 
 
@@ -215,7 +218,7 @@ def prediction_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["table", "predict"])
+    parser.add_argument("tables", nargs="*", default=["table", "predict"])
     parser.add_argument("--models", default="mlp")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", type=int, default=12)
@@ -223,19 +226,21 @@ def main() -> None:
     options = parser.parse_args()
     if reason := why_not():
         sys.exit(f"slow_network.py: {reason}")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # names of hosts that have none
-    book = Book(options.out)
-    if "table" in options.what:
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # torch warns about addresses without a host name
+    cache = JobCache(options.out)
+    if "table" in options.tables:
         for model in options.models.split(","):
             seeds = [int(seed) for seed in options.seeds.split(",")]
-            lines = time_to_accuracy(book, model, seeds, options.epochs)
+            lines = time_to_accuracy(cache, model, seeds, options.epochs)
             print("\n".join(lines), flush=True)
-            put(f"time to accuracy, {model}", lines, PAGE)
-    if "predict" in options.what:
+            replace_table(f"time to accuracy, {model}", lines, PAGE)
+    if "predict" in options.tables:
         for bits_per_s in RATES:
             lines = predictions(bits_per_s)
             print("\n".join(lines), flush=True)
-            put(f"prediction, {bits_per_s / 1e6:g} Mbit/s", lines, PAGE)
+            replace_table(f"prediction, {bits_per_s / 1e6:g} Mbit/s", lines, PAGE)
 
 
 if __name__ == "__main__":

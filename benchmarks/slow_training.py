@@ -1,8 +1,8 @@
-"""Training over links that are really slow: any method, torch's own as well, in one loop.
+"""Training over links that are really slow, with any method of Paceline or of torch, in one loop.
 
 Each rank runs in a namespace of a :class:`namespaces.SlowNetwork` and joins the run by the standard
-environment variables, as it would on a machine of its own. Loop, data, seeds and the moments of
-evaluation are the same for all.
+environment variables, as it would on a machine of its own. Loop, data, seeds and the steps at which
+the answer is evaluated are the same for all.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from paceline.training.worker import Worker
 
 DDP, POST_LOCAL, PLAIN = "torch DDP", "torch PostLocalSGD", "no communication"
 TORCH = (DDP, POST_LOCAL)
-LENDERS = {DDP: "allreduce", POST_LOCAL: "sasgd", PLAIN: "allreduce"}
-"""The ways that are no methods of Paceline, each with the one next to it, whose learning rate and
-order of data it takes."""
+STAND_INS = {DDP: "allreduce", POST_LOCAL: "sasgd", PLAIN: "allreduce"}
+"""The ways that are not methods of Paceline, each with the most similar method: it provides the
+learning rate and the order of data."""
 EVERY = 16
-"""Steps of rank 0 between two looks at the answer."""
+"""The steps of rank 0 between two evaluations of the answer."""
 PROBES, PROBE_REPEATS = 4, 60
 _PORT = 29500
 Message = dict[str, Any]
@@ -56,11 +56,11 @@ class Job:
     Args:
         way: a method, with options or without, one of :data:`TORCH`, or :data:`PLAIN`.
         model: a network of the task.
-        workers: how many; servers and communicators come on top, each with a link of its own.
-        seed: of weights, data and draws.
+        workers: the number of workers; servers and communicators have further ranks.
+        seed: the seed of weights, data and random choices.
         epochs: passes over the data.
-        steps: end after so many steps of each worker, if that comes first.
-        looks: whether rank 0 looks at the answer on the way.
+        steps: end after this many steps of each worker, if that comes first.
+        evaluates: whether rank 0 evaluates the answer during the run.
     """
 
     way: str
@@ -69,21 +69,21 @@ class Job:
     seed: int = 0
     epochs: int = EPOCHS
     steps: int | None = None
-    looks: bool = True
+    evaluates: bool = True
 
     @property
     def strategy(self) -> Strategy:
-        """The method, or that which stands in for another way of training."""
-        return make_strategy(LENDERS.get(self.way, self.way))
+        """The method, or the most similar method to another way of training."""
+        return make_strategy(STAND_INS.get(self.way, self.way))
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks."""
         return ranks_for(self.strategy, self.workers)
 
 
-class Look(NamedTuple):
-    """The answer at a moment: seconds since the first step, and how good it is on the test set."""
+class Evaluation(NamedTuple):
+    """The answer's loss and accuracy on the test set, some seconds after the first step."""
 
     seconds: float
     loss: float
@@ -92,15 +92,15 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a job.
+    """The outcome of a job.
 
     Attributes:
-        seconds: from the first step to the last, of the worker that took longest.
-        samples: taken by all workers in that time; ``steps`` likewise.
-        bytes_sent: payload that the method handed in; None for torch's ways, which do not say.
-        wire_bytes: what the ranks put on their links, from first to last, headers and all; in
-            virtual time, payload alone.
-        looks: the answer on the way, and at the end.
+        seconds: from the first step to the last, of the slowest worker.
+        steps: the steps of all workers.
+        samples: the samples of all workers.
+        bytes_sent: the payload that the method sent; None for torch's ways, which do not count it.
+        wire_bytes: what all ranks sent over their links, with headers; in virtual time, without.
+        evaluations: the answer during the run, and at the end.
     """
 
     seconds: float
@@ -108,15 +108,15 @@ class Outcome:
     samples: int
     bytes_sent: int | None
     wire_bytes: int
-    looks: list[Look] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """From the first step to the first look at such an accuracy."""
-        return next((look.seconds for look in self.looks if look.accuracy >= accuracy), None)
+        """The time from the first step to the first evaluation with at least this accuracy."""
+        return next((e.seconds for e in self.evaluations if e.accuracy >= accuracy), None)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all workers together."""
+        """The throughput of all workers together."""
         return self.samples / self.seconds
 
 
@@ -126,43 +126,45 @@ class Outcome:
 def run_job(network: SlowNetwork, job: Job) -> Outcome:
     """Run a job on the first ranks of a slow network."""
     before = sum(network.bytes_sent())
-    told = run_in(network, job.ranks, train_rank, asdict(job))
-    return _outcome(job, told, sum(network.bytes_sent()) - before)
+    reports = run_in(network, job.ranks, train_rank, asdict(job))
+    return _outcome(job, reports, sum(network.bytes_sent()) - before)
 
 
 def simulate_job(cluster: Cluster, job: Job) -> Outcome:
     """Run the same loop on a simulated cluster, in virtual time."""
-    told: dict[int, Message] = {}
+    reports: dict[int, Message] = {}
 
     def train(worker: Worker) -> None:
         counter = Counter(worker)
         try:
             fit(worker, job, counter)
         finally:
-            told[worker.rank] = counter.tell(job)
+            reports[worker.rank] = counter.report(job)
 
     result = simulate(
         train, workers=job.workers, strategy=job.strategy, cluster=cluster, seed=job.seed
     )
-    return _outcome(job, [told[rank] for rank in sorted(told)], result.wire_bytes or 0)
+    return _outcome(job, [reports[rank] for rank in sorted(reports)], result.wire_bytes or 0)
 
 
-def _outcome(job: Job, told: Sequence[Message], wire_bytes: int) -> Outcome:
-    workers = told[: job.workers]
+def _outcome(job: Job, reports: Sequence[Message], wire_bytes: int) -> Outcome:
+    workers = reports[: job.workers]
     return Outcome(
-        seconds=max(one["seconds"] for one in workers),
-        steps=sum(one["steps"] for one in workers),
-        samples=sum(one["samples"] for one in workers),
-        bytes_sent=None if job.way in LENDERS else sum(one["bytes_sent"] for one in told),
+        seconds=max(report["seconds"] for report in workers),
+        steps=sum(report["steps"] for report in workers),
+        samples=sum(report["samples"] for report in workers),
+        bytes_sent=None
+        if job.way in STAND_INS
+        else sum(report["bytes_sent"] for report in reports),
         wire_bytes=wire_bytes,
-        looks=[Look(*look) for look in told[0]["looks"]],
+        evaluations=[Evaluation(*each) for each in reports[0]["evaluations"]],
     )
 
 
 def measure(network: SlowNetwork) -> Latencies:
-    """Measure what a small message costs, and a small all-reduce, among four ranks at once."""
-    told = run_in(network, PROBES, probe_rank, {})
-    return Latencies(*(statistics.median(times) for times in zip(*told, strict=True)))
+    """Measure the latency of a small message and of a small all-reduce among four ranks."""
+    latencies = run_in(network, PROBES, probe_rank, {})
+    return Latencies(*(statistics.median(times) for times in zip(*latencies, strict=True)))
 
 
 def run_in(network: SlowNetwork, size: int, program: Callable[..., Any], job: Message) -> list[Any]:
@@ -176,10 +178,10 @@ def run_in(network: SlowNetwork, size: int, program: Callable[..., Any], job: Me
 
 
 @contextmanager
-def placed(
+def joined(
     transport: Transport, argument: Message, strategy: str | Strategy, seed: int = 0
 ) -> Iterator[Worker]:
-    """The worker of this rank, which lives in its namespace from here on."""
+    """Move this rank into its namespace, and join the run there."""
     enter(argument["namespace"])
     os.environ.update(
         RANK=str(transport.rank),
@@ -192,27 +194,27 @@ def placed(
 
 
 def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
-    """The program of a rank: train, then tell."""
+    """The program of a rank: train, then report."""
     job = Job(**argument["job"])
     counter: Counter | None = None
     with (
-        suppress(SystemExit),  # that is how a rank ends which is no worker
-        placed(transport, argument, job.strategy, job.seed) as worker,
+        suppress(SystemExit),  # a rank that is not a worker ends so
+        joined(transport, argument, job.strategy, job.seed) as worker,
     ):
         counter = Counter(worker)
         fit(worker, job, counter)
     assert counter is not None
-    return counter.tell(job)
+    return counter.report(job)
 
 
 def fit(worker: Worker, job: Job, counter: Counter) -> None:
-    """The loop."""
+    """The training loop."""
     images = load_images()
     torch.manual_seed(job.seed)
     plain = make_model(job.model)
     rate = learning_rate(job.strategy, job.model, job.workers)
     sgd = SGD(plain.parameters(), lr=rate, momentum=MOMENTUM)
-    net, optimizer, answer = tie(worker, job.way, plain, sgd)
+    net, optimizer, answer = set_up(worker, job.way, plain, sgd)
     loader = make_loader(images, batch_of(job.workers))
     batches = worker.setup_dataloaders(loader, epochs=job.epochs)
     for _ in range(job.epochs):
@@ -222,74 +224,76 @@ def fit(worker: Worker, job: Job, counter: Counter) -> None:
             cross_entropy(net(x), y).backward()
             optimizer.step()
             counter.stepped(len(y))
-            if job.looks and counter.steps % EVERY == 0:
-                counter.look(plain, answer)
+            if job.evaluates and counter.steps % EVERY == 0:
+                counter.save_answer(plain, answer)
             if counter.steps == job.steps:
                 break
         if counter.steps == job.steps:
             break
     worker.finish()
-    counter.look(plain, nullcontext)
+    counter.save_answer(plain, nullcontext)
 
 
 Answer = Callable[[], AbstractContextManager[None]]
 
 
-def tie(worker: Worker, way: str, net: nn.Module, sgd: SGD) -> tuple[nn.Module, Any, Answer]:
-    """Model and optimizer under a way of training, and what puts its answer into the model."""
+def set_up(worker: Worker, way: str, net: nn.Module, sgd: SGD) -> tuple[nn.Module, Any, Answer]:
+    """The model and optimizer of a way of training, and the context that gives its answer."""
     if way == PLAIN:
         return net, sgd, nullcontext
     if way == DDP:
         return DistributedDataParallel(net), sgd, nullcontext
     if way == POST_LOCAL:
-        from paceline.lab.bench.step import post_local  # what it imports takes seconds
+        from paceline.lab.bench.step import post_local  # imports that take seconds
 
         return (*post_local(net, sgd, SASGD().interval), nullcontext)
     return (*worker.setup(net, sgd), worker.answer)
 
 
 class Counter:
-    """What a rank counts, on the clock of its run, and the answers that rank 0 has seen."""
+    """Counts the steps, samples and time of a rank; on rank 0, keeps the answers to evaluate."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._now = worker, worker.comm.now
         self.steps = self.samples = 0
         self._first_s = self._last_s = 0.0
-        self._seen: list[tuple[float, list[Tensor]]] = []
+        self._answers: list[tuple[float, list[Tensor]]] = []
 
     def begin(self) -> None:
-        """Hear that a step begins."""
+        """Note that a step begins."""
         if not self.steps:
             self._first_s = self._now()
 
     def stepped(self, samples: int) -> None:
-        """Hear that a step is over."""
+        """Note the end of a step."""
         self._last_s = self._now()
         self.steps += 1
         self.samples += samples
 
-    def look(self, net: nn.Module, answer: Answer) -> None:
-        """On rank 0, keep a copy of the present answer; it is tried after the run."""
+    def save_answer(self, net: nn.Module, answer: Answer) -> None:
+        """On rank 0, keep a copy of the current answer; it is evaluated after the run."""
         if self._worker.rank == 0:
             now_s = self._now() - self._first_s
             with answer():
-                self._seen.append((now_s, [p.detach().clone() for p in net.parameters()]))
+                self._answers.append((now_s, [p.detach().clone() for p in net.parameters()]))
 
-    def tell(self, job: Job) -> Message:
-        """All of it, and how good each answer was."""
+    def report(self, job: Job) -> Message:
+        """All counts, and the evaluation of each answer."""
         return {
             "steps": self.steps,
             "samples": self.samples,
             "seconds": self._last_s - self._first_s,
             "bytes_sent": self._worker._session.meter.bytes_sent,
-            "looks": [Look(at_s, *_try(job.model, seen)) for at_s, seen in self._seen],
+            "evaluations": [
+                Evaluation(at_s, *_evaluate(job.model, x)) for at_s, x in self._answers
+            ],
         }
 
 
-def _try(model: str, parameters: list[Tensor]) -> tuple[float, float]:
+def _evaluate(model: str, parameters: list[Tensor]) -> tuple[float, float]:
     net = make_model(model)
-    for own, seen in zip(net.parameters(), parameters, strict=True):
-        own.data = seen
+    for parameter, value in zip(net.parameters(), parameters, strict=True):
+        parameter.data = value
     return evaluate(net, load_images(), torch.device("cpu"))
 
 
@@ -301,13 +305,13 @@ class Latencies(NamedTuple):
 
 
 def probe_rank(transport: Transport, channel: Channel, argument: Message) -> Latencies:
-    """On one rank: small messages to and fro between two and two, then small all-reduces."""
+    """Time small round trips between pairs of ranks, then small all-reduces, on one rank."""
     small = torch.zeros(1)
-    with placed(transport, argument, "allreduce") as worker:
+    with joined(transport, argument, "allreduce") as worker:
         comm = worker.comm
         peer, first = comm.rank ^ 1, comm.rank % 2 == 0
 
-        def there_and_back() -> None:
+        def round_trip() -> None:
             for sending in (first, not first):
                 if sending:
                     comm.send(small, peer, 1)
@@ -315,7 +319,7 @@ def probe_rank(transport: Transport, channel: Channel, argument: Message) -> Lat
                     comm.recv(small, peer, 1)
 
         comm.barrier()
-        message_s = _median_s(there_and_back) / 2
+        message_s = _median_s(round_trip) / 2
         comm.barrier()
         return Latencies(message_s, _median_s(lambda: comm.all_reduce(small)))
 

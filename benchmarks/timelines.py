@@ -2,14 +2,14 @@
 
     python benchmarks/timelines.py [--script examples/after.py] [--workers 2] [--to 0.2] [--tries 5]
 
-First a real run with ``allreduce`` is measured: how long each worker computed and loaded before
-each exchange, and how long an exchange took once all were there. That makes the cluster file
-``here.toml``. Then each method runs for real and on that cluster, and both are drawn together. What
-is drawn was not measured from. Of several tries of a real run the shortest counts: the one that was
-least disturbed by whatever else the machine did.
+First the script measures a real run with ``allreduce``: how long each worker computed and loaded
+before each exchange, and how long an exchange took once all workers were ready. That gives the
+cluster file ``here.toml``. Then each method runs in real processes and on that cluster, and both
+are drawn together. The runs that are drawn are not the run that was measured. Of several tries of a
+real run the shortest counts: other work on the machine disturbed it least.
 
-Last comes the report of the built-in task, which is the same network on the same batches, with each
-method in both worlds; and a picture of it, where there is a Chromium to take one.
+Last comes the report of the built-in task, with the same network on the same batches, for each
+method in both worlds; and a screenshot of it, if Chromium is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.report.timeline.traced import TracedRun
 ROOT = Path(__file__).parents[1]
 METHODS = {"allreduce": "allreduce", "easgd": "easgd(interval=4)"}
 WARM_UP = 4
-"""Steps that are not measured: torch prepares its kernels in them."""
+"""The first steps are not measured: torch prepares its kernels in them."""
 CLUSTER = """name = "this machine"
 about = "this machine, as a run with allreduce found it"
 ranks_per_node = 0
@@ -52,20 +52,20 @@ LATENCY_S = 2e-6
 
 
 def paceline(*arguments: object) -> dict[str, Any]:
-    words = [sys.executable, "-m", "paceline", *map(str, arguments), "--quiet", "--json"]
-    told = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    outcome: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "paceline", *map(str, arguments), "--quiet", "--json"]
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    outcome: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return outcome
 
 
-def real_run(folder: Path, tries: int, *how: object) -> Path:
-    """The folder of the shortest of some real runs."""
-    runs = [paceline("run", *how, "--out", folder / f"try-{n}") for n in range(tries)]
+def real_run(folder: Path, tries: int, *options: object) -> Path:
+    """Make some real runs; return the folder of the shortest."""
+    runs = [paceline("run", *options, "--out", folder / f"try-{n}") for n in range(tries)]
     return Path(min(runs, key=lambda run: float(run["seconds"]))["out"])
 
 
 def measure(folder: Path) -> str:
-    """The cluster file of the machine that made a run with allreduce."""
+    """The cluster file of this machine, measured from a run with allreduce."""
     own_s: defaultdict[int, list[float]] = defaultdict(list)
     load_s, reduce_s, nbytes = [], [], 0
     run = TracedRun(folder)
@@ -94,13 +94,13 @@ def measure(folder: Path) -> str:
 
 
 def report(runs: Path, out: Path, tries: int, workers: int) -> None:
-    """The report of both methods in both worlds, and a picture of its beginning."""
+    """Write the report of both methods in both worlds, and a screenshot of its top."""
     folders: list[Path] = []
     for method, strategy in METHODS.items():
-        how = ["--strategy", strategy, "--workers", workers, "--model", "mlp", "--epochs", 4]
-        folders.append(real_run(runs / f"report-{method}", tries, *how))
+        options = ["--strategy", strategy, "--workers", workers, "--model", "mlp", "--epochs", 4]
+        folders.append(real_run(runs / f"report-{method}", tries, *options))
         folders.append(runs / f"report-{method}-simulated")
-        paceline("sim", *how, "--cluster", out / "here.toml", "--out", folders[-1])
+        paceline("sim", *options, "--cluster", out / "here.toml", "--out", folders[-1])
     page = out / "report.html"
     paceline("report", *folders, "--target", 0.8, "--out", page)
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -118,26 +118,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, default=ROOT / "examples" / "after.py")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--to", type=float, default=0.2, help="seconds that are drawn")
+    parser.add_argument("--to", type=float, default=0.2, help="seconds to draw")
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "timelines")
-    given = parser.parse_args()
-    out = given.out.resolve()
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     cluster = out / "here.toml"
     with tempfile.TemporaryDirectory() as name:
         runs = Path(name)
-        common = [given.script.resolve(), "--workers", given.workers]
-        measured = real_run(runs / "measured", given.tries, *common, "--strategy", "allreduce")
+        common = [arguments.script.resolve(), "--workers", arguments.workers]
+        measured = real_run(runs / "measured", arguments.tries, *common, "--strategy", "allreduce")
         cluster.write_text(measure(measured), encoding="utf-8")
         for method, strategy in METHODS.items():
-            how = [*common, "--strategy", strategy, "--seed", 1]
-            real, virtual = real_run(runs / method, given.tries, *how), runs / f"{method}-simulated"
-            paceline("sim", *how, "--cluster", cluster, "--out", virtual)
+            options = [*common, "--strategy", strategy, "--seed", 1]
+            real, virtual = (
+                real_run(runs / method, arguments.tries, *options),
+                runs / f"{method}-simulated",
+            )
+            paceline("sim", *options, "--cluster", cluster, "--out", virtual)
             files = ["--svg", out / f"{method}.svg", "--out", out / f"{method}.json.gz"]
-            paceline("timeline", real, virtual, "--to", given.to, *files)
+            paceline("timeline", real, virtual, "--to", arguments.to, *files)
             print(f"{method}: {out / method}.svg, .json.gz")
-        report(runs, out, given.tries, given.workers)
+        report(runs, out, arguments.tries, arguments.workers)
 
 
 if __name__ == "__main__":

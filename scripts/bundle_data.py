@@ -1,4 +1,4 @@
-"""Make the bundled subset of Fashion-MNIST: the first 400 train and 100 test images of each class.
+"""Write the bundled subset of Fashion-MNIST: the first 400 train and 100 test images of a class.
 
 Reads the four IDX files of Debian's package ``dataset-fashion-mnist`` (or of any other copy):
 

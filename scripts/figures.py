@@ -1,4 +1,4 @@
-"""Figures of the source: sizes, interfaces, functions, and the way from ``step()`` to the wire.
+"""Measure the source: sizes, interfaces, functions, and the path from ``step()`` to the wire.
 
     .venv/bin/python scripts/figures.py
 
@@ -44,20 +44,20 @@ def code_lines(path: Path) -> int:
     code = [token for token in tokens if token.type not in NO_CODE]
     lines = {line for token in code for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(text)):
-        match node:  # a docstring, also one below a name
+        match node:  # a docstring, or a text below an assignment
             case ast.Expr(value=ast.Constant(value=str())):
                 lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
     return len(lines)
 
 
 def packages() -> dict[str, dict[str, int]]:
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    counts_by_package: dict[str, Counter[str]] = defaultdict(Counter)
     for path in ROOT.rglob("*.py"):
         package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        found[package] += Counter(
+        counts_by_package[package] += Counter(
             files=1, lines=len(path.read_text().splitlines()), code=code_lines(path)
         )
-    return {name: dict(counts) for name, counts in sorted(found.items())}
+    return {name: dict(counts) for name, counts in sorted(counts_by_package.items())}
 
 
 def methods_of(path: str, name: str) -> list[str]:
@@ -92,26 +92,26 @@ def doubled_classes() -> list[str]:
 
 
 def train(worker: pl.Worker) -> None:
-    """Three steps; rank 0 looks at the third one."""
+    """Make three steps, and profile the third."""
     net = torch.nn.Linear(64, 64)
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in range(3):
         sgd.zero_grad()
         net(torch.ones(4, 64)).sum().backward()
-        look = Look(net.weight.nbytes)
+        profile = StepProfile(net.weight.nbytes)
         if step == 2:
-            sys.setprofile(look)
+            sys.setprofile(profile)
         sgd.step()
         sys.setprofile(None)
-    worker.log(frames=look.frames or 0, copies=look.copies)
+    worker.log(frames=profile.frames or 0, copies=profile.copies)
 
 
 COPIES = {"copy_", "clone", "cat"}
 SUMS = {"add_", "add", "sum"}
 
 
-class Look:
-    """Counts frames up to the first vector that others see or send, and copies of whole vectors."""
+class StepProfile:
+    """Counts the frames up to the first operation on a vector in comm, and full-vector copies."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.depth, self.frames, self.copies = nbytes, 0, 0, 0
@@ -146,8 +146,8 @@ def main() -> None:
     }
     for strategy in ("allreduce", "gossip", "downpour"):
         run = pl.launch(train, workers=2, strategy=strategy)
-        seen = next(m for m in run.metrics if m["rank"] == 0)
-        figures["steps"][strategy] = {"frames": seen["frames"], "copies": seen["copies"]}
+        profile = next(m for m in run.metrics if m["rank"] == 0)
+        figures["steps"][strategy] = {"frames": profile["frames"], "copies": profile["copies"]}
     print(json.dumps(figures, indent=1))
 
 

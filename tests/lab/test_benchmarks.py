@@ -1,4 +1,4 @@
-"""The scripts in ``benchmarks``: they run where there is no GPU, too, and see what is wrong."""
+"""The scripts in ``benchmarks``: they run without a GPU, and find what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gpu():
     del sys.modules[spec.name]
 
 
-def test_the_models_of_a_simulation_are_those_that_were_timed():
+def test_the_simulated_models_have_the_sizes_of_the_timed_ones():
     spec = importlib.util.spec_from_file_location(
         "steps_benchmark", GPU.with_name("model_steps.py")
     )
@@ -46,7 +46,7 @@ def test_the_models_of_a_simulation_are_those_that_were_timed():
 
 
 def load(name, monkeypatch):
-    """A script of the benchmarks as a module, which may import others beside it."""
+    """A script of the benchmarks as a module; it may import other scripts."""
     monkeypatch.syspath_prepend(GPU.parent)
     spec = importlib.util.spec_from_file_location(name, GPU.with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
@@ -55,29 +55,29 @@ def load(name, monkeypatch):
 
 
 def test_the_table_of_verdicts_says_whether_a_set_up_can_decide_its_claim(monkeypatch):
-    words = {"id": "it", "source": "abstract", "decides": "no, 1 of 2"}
-    found = [
-        {"seed": seed, "rates_sha256": "abc", "claims": [{**words, "verdict": "too small to tell"}]}
+    texts = {"id": "it", "source": "abstract", "decides": "no, 1 of 2"}
+    reports = [
+        {"seed": seed, "rates_sha256": "abc", "claims": [{**texts, "verdict": "too small to tell"}]}
         for seed in range(2)
     ]
-    head, _, row, *_ = load("papers_table", monkeypatch).verdict_table(found)
+    head, _, row, *_ = load("papers_table", monkeypatch).verdict_table(reports)
     assert head == "| claim | source | seed 0 | seed 1 | can the set-up decide it? |"
     assert row == "| `it` | abstract | too small to tell | too small to tell | no, 1 of 2 |"
 
 
-def test_the_table_of_the_drill_is_made_of_its_rows(monkeypatch, tmp_path):
-    page, told = tmp_path / "faults.md", tmp_path / "told.json"
+def test_the_table_of_the_drill_shows_its_rows(monkeypatch, tmp_path):
+    page, output = tmp_path / "faults.md", tmp_path / "output.json"
     page.write_text("<!-- drill -->\n<!-- end -->\n")
     figures = {"noticed_s": 0.1, "gap_s": 0.25, "throughput": None, "accuracy": 0.8}
     row = {"case": "kill", "method": "gossip", "happened": "it died", "outcome": "passed"}
     rows = [{**row, **figures, "undisturbed": [0.81, 0.01]}]
-    told.write_text(json.dumps({"rows": rows, "passed": 1}))
+    output.write_text(json.dumps({"rows": rows, "passed": 1}))
     table = load("drill_table", monkeypatch)
     monkeypatch.setattr(table, "PAGE", page)
-    monkeypatch.setattr(sys, "argv", ["drill_table", str(told)])
+    monkeypatch.setattr(sys, "argv", ["drill_table", str(output)])
     table.main()
-    wanted = "| `gossip` | it died | 0.10 s | 0.25 s |  | 0.800 (0.810 ± 0.010) | passed |"
-    assert "1 of 1 passed." in page.read_text() and wanted in page.read_text()
+    expected = "| `gossip` | it died | 0.10 s | 0.25 s |  | 0.800 (0.810 ± 0.010) | passed |"
+    assert "1 of 1 passed." in page.read_text() and expected in page.read_text()
 
 
 @pytest.mark.transport("distributed")
@@ -100,20 +100,20 @@ def test_the_gpu_check_compares_the_cpu_with_itself(tmp_path):
 
 
 def outcomes(gpu, ours, cpu):
-    """In place of the runs: what the device comes to, and what the CPU does."""
+    """Replaces the runs: the outcome on the device, and on the CPU."""
 
     def outcome(case, device, transport):
-        told = cpu if device == "cpu" else ours
-        if isinstance(told, Exception):
-            raise told
-        loss, value = told
+        planned = cpu if device == "cpu" else ours
+        if isinstance(planned, Exception):
+            raise planned
+        loss, value = planned
         return gpu.Outcome(loss, {"weight": torch.tensor([3.0, 4.0]) * value})
 
     return outcome
 
 
 @pytest.mark.parametrize(
-    ("ours", "cpu", "repeated", "free"),
+    ("ours", "cpu", "deterministic", "asynchronous"),
     [
         ((0.2, 1.0), (0.2, 1.0), "PASS  finite, parameters differ by 0.0e+00", "PASS"),
         ((0.2, 1.00009), (0.2, 1.0), "PASS  finite, parameters differ by 9.0e-05", "PASS"),
@@ -127,7 +127,9 @@ def outcomes(gpu, ours, cpu):
         (pl.UsageError("no\nnccl"), (0.2, 1.0), "FAIL  on meta: no nccl", "FAIL  on meta"),
     ],
 )
-def test_the_gpu_check_sees_what_is_wrong(gpu, ours, cpu, repeated, free, monkeypatch, capsys):
+def test_the_gpu_check_finds_what_is_wrong(
+    gpu, ours, cpu, deterministic, asynchronous, monkeypatch, capsys
+):
     monkeypatch.setattr(gpu, "outcome", outcomes(gpu, ours, cpu))
     line = ["gpu.py", "--device", "meta", "--strategies", "sasgd(interval=2, warmup=1),ssp"]
     monkeypatch.setattr(sys, "argv", line)
@@ -135,13 +137,13 @@ def test_the_gpu_check_sees_what_is_wrong(gpu, ours, cpu, repeated, free, monkey
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 8 + 1
     for shown in lines[1:9]:
-        assert (free if "ssp" in shown and "2 workers" in shown else repeated) in shown
+        assert (asynchronous if "ssp" in shown and "2 workers" in shown else deterministic) in shown
     failed = sum("FAIL" in shown for shown in lines)
     assert code == int(failed > 0)
     assert lines[-1].startswith(f"{8 - failed} of 8 passed, {failed} failed")
 
 
-def test_the_gpu_check_needs_one(gpu, monkeypatch):
+def test_the_gpu_check_needs_a_gpu(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
@@ -150,17 +152,17 @@ def test_the_gpu_check_needs_one(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "seen", "left"),
+    ("device", "visible", "used"),
     [("cuda", "", "0"), ("cuda:1", "", "1"), ("cuda", "5,7", "5"), ("cuda:1", "5,7", "7")],
 )
-def test_the_gpu_check_has_workers_share_one(gpu, device, seen, left, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    assert gpu.see_one(device) == "cuda"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
-    assert gpu.see_one("cpu") == "cpu"
+def test_the_gpu_check_has_workers_share_a_gpu(gpu, device, visible, used, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu.use_one_gpu(device) == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
+    assert gpu.use_one_gpu("cpu") == "cpu"
 
 
-def test_the_gpu_check_takes_every_method(gpu, monkeypatch):
+def test_the_gpu_check_covers_every_method(gpu, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     options = gpu.read_options()
     cases = list(gpu.cases_of(options.strategies, options.optimizers))
@@ -177,22 +179,28 @@ def slow_network(monkeypatch):
         del sys.modules[name]
 
 
-def outcome_of(slow_network, *looks, samples=100):
+def outcome_of(slow_network, *evaluations, samples=100):
     return slow_network.Outcome(
         seconds=10.0,
         steps=4,
         samples=samples,
         bytes_sent=None,
         wire_bytes=3_000_000,
-        looks=[slow_network.Look(at_s, 0.5, accuracy) for at_s, accuracy in looks],
+        evaluations=[
+            slow_network.Evaluation(at_s, 0.5, accuracy) for at_s, accuracy in evaluations
+        ],
     )
 
 
-def test_the_slow_network_table_puts_the_quickest_first(slow_network):
+def test_the_slow_network_table_is_sorted_by_time_to_accuracy(slow_network):
     quick = outcome_of(slow_network, (1.0, 0.7), (2.0, 0.8), (3.0, 0.79))
     slow, never = outcome_of(slow_network, (8.0, 0.81)), outcome_of(slow_network, (4.0, 0.5))
-    found = {"cyclic": [quick, never], slow_network.DDP: [slow, slow], "sasgd": [quick, quick]}
-    _, _, *rows = slow_network.lines_of(found)
+    outcomes_by_way = {
+        "cyclic": [quick, never],
+        slow_network.DDP: [slow, slow],
+        "sasgd": [quick, quick],
+    }
+    _, _, *rows = slow_network.lines_of(outcomes_by_way)
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["`sasgd`", "torch DDP", "`cyclic`"]
     assert [row[1] for row in cells] == ["4", "4", "5"]
@@ -201,20 +209,20 @@ def test_the_slow_network_table_puts_the_quickest_first(slow_network):
     assert cells[1][5:] == ["10", "-", "3 MB"]
 
 
-def test_the_slow_network_makes_no_run_twice(slow_network, tmp_path, monkeypatch):
-    made = []
+def test_the_slow_network_runs_no_job_twice(slow_network, tmp_path, monkeypatch):
+    jobs = []
 
     def run_job(network, job):
-        made.append(job)
-        return outcome_of(slow_network, (1.0, 0.9), samples=len(made))
+        jobs.append(job)
+        return outcome_of(slow_network, (1.0, 0.9), samples=len(jobs))
 
     monkeypatch.setattr(slow_network, "run_job", run_job)
     network, job = slow_network.SlowNetwork(4, 100e6), slow_network.Job(way="sasgd")
-    first = slow_network.Book(tmp_path).outcome(network, job)
-    assert slow_network.Book(tmp_path).outcome(network, job) == first
-    assert made == [job]
-    slow_network.Book(tmp_path).outcome(slow_network.SlowNetwork(4, 1e9), job)
-    assert len(made) == 2
+    first = slow_network.JobCache(tmp_path).outcome(network, job)
+    assert slow_network.JobCache(tmp_path).outcome(network, job) == first
+    assert jobs == [job]
+    slow_network.JobCache(tmp_path).outcome(slow_network.SlowNetwork(4, 1e9), job)
+    assert len(jobs) == 2
 
 
 def test_a_prediction_is_compared_with_its_own_measurement(slow_network):
@@ -223,7 +231,7 @@ def test_a_prediction_is_compared_with_its_own_measurement(slow_network):
     assert slow_network.prediction_lines([row])[-1].endswith("| +10% | ±75% | yes |")
 
 
-def test_the_scale_of_a_simulation_is_timed_by_method_and_workers():
+def test_bench_scale_times_a_step_by_method_and_workers():
     from paceline.lab.bench.sim import bench_scale
 
     rows = bench_scale(["gossip", "downpour"], (2, 3), repeats=1, steps=2)
@@ -245,8 +253,8 @@ def timelines():
     return module
 
 
-def test_a_cluster_is_found_again_by_the_timeline_of_a_run_on_it(timelines, tmp_path):
-    """What docs/timelines/here.toml is made by."""
+def test_a_cluster_is_recovered_from_the_timeline_of_a_run_on_it(timelines, tmp_path):
+    """docs/timelines/here.toml is made this way."""
     truth = pl.Cluster(
         ranks_per_node=0,
         inside=Link(latency_s=timelines.LATENCY_S, bytes_per_s=1e6),
@@ -255,9 +263,9 @@ def test_a_cluster_is_found_again_by_the_timeline_of_a_run_on_it(timelines, tmp_
     )
     pl.simulate(train, workers=2, cluster=truth, out=tmp_path, arguments={"epochs": 4})
     (tmp_path / "here.toml").write_text(timelines.measure(tmp_path))
-    found = load_cluster(tmp_path / "here.toml")
-    assert (found.name, found.ranks_per_node) == ("this machine", 0)
-    assert found.compute.step_s == pytest.approx(0.02, rel=0.01)
-    assert set(found.compute.trace) == {0.5, 1.0, 1.5}
-    assert found.loading.batch_s == pytest.approx(0.003, rel=0.01)
-    assert found.inside.bytes_per_s == pytest.approx(1e6, rel=0.01)
+    measured = load_cluster(tmp_path / "here.toml")
+    assert (measured.name, measured.ranks_per_node) == ("this machine", 0)
+    assert measured.compute.step_s == pytest.approx(0.02, rel=0.01)
+    assert set(measured.compute.trace) == {0.5, 1.0, 1.5}
+    assert measured.loading.batch_s == pytest.approx(0.003, rel=0.01)
+    assert measured.inside.bytes_per_s == pytest.approx(1e6, rel=0.01)

@@ -1,4 +1,4 @@
-"""Ranks in network namespaces, on links that are really slow; as root only."""
+"""Ranks in network namespaces, on links that are really slow; needs root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from namespaces import SlowNetwork, enter, payload_rate, why_not
-from slow_training import Job, placed, run_in, run_job, simulate_job
+from slow_training import Job, joined, run_in, run_job, simulate_job
 
 from paceline.errors import PacelineError, UsageError
 from paceline.lab.tasks.fashion import make_model
@@ -33,7 +33,7 @@ MODEL_BYTES = 4 * sum(p.numel() for p in make_model("mlp").parameters())
 
 
 def namespaces_in_use() -> set[str]:
-    """The network namespaces that any process is in."""
+    """The network namespaces of all processes."""
     found = set()
     for link in Path("/proc").glob("[0-9]*/ns/net"):
         try:
@@ -44,7 +44,7 @@ def namespaces_in_use() -> set[str]:
 
 
 def send_all(network: SlowNetwork, nbytes: int) -> float:
-    """Send from rank 0 to rank 1; the seconds until the last byte was there."""
+    """Send from rank 0 to rank 1; return the seconds until the last byte arrived."""
     ready, took = threading.Event(), []
 
     def receive() -> None:
@@ -73,7 +73,7 @@ def send_all(network: SlowNetwork, nbytes: int) -> float:
 
 
 @pytest.mark.parametrize("bits_per_s", [20e6, 200e6])
-def test_a_link_lets_no_more_pass_than_its_rate(bits_per_s):
+def test_a_link_is_not_faster_than_its_rate(bits_per_s):
     nbytes = 1_000_000
     with SlowNetwork(2, bits_per_s) as network:
         seconds = send_all(network, nbytes)
@@ -84,7 +84,7 @@ def test_a_link_lets_no_more_pass_than_its_rate(bits_per_s):
     assert sent[1] < 0.1 * nbytes
 
 
-def test_namespaces_are_apart_from_the_machine_and_leave_nothing():
+def test_namespaces_are_isolated_and_leave_nothing_behind():
     links, names = os.listdir("/sys/class/net"), sorted(Path("/run").glob("netns/*"))
     here, used = os.readlink("/proc/self/ns/net"), namespaces_in_use()
     with SlowNetwork(2, BITS_PER_S) as network:
@@ -108,7 +108,7 @@ with SlowNetwork(2, 100e6) as network:
 """
 
 
-def test_a_killed_owner_leaves_no_cable_behind():
+def test_a_killed_owner_leaves_no_link_behind():
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER],
         stdin=subprocess.PIPE,
@@ -116,34 +116,36 @@ def test_a_killed_owner_leaves_no_cable_behind():
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    kept = os.open(owner.stdout.readline().strip(), os.O_RDONLY)
+    namespace = os.open(owner.stdout.readline().strip(), os.O_RDONLY)
     try:
-        assert "eth0" in interfaces_in(kept)
+        assert "eth0" in interfaces_in(namespace)
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate()
         deadline_s = time.monotonic() + 20
-        while "eth0" in interfaces_in(kept) and time.monotonic() < deadline_s:
+        while "eth0" in interfaces_in(namespace) and time.monotonic() < deadline_s:
             pass
-        assert interfaces_in(kept) == {"lo"}  # the other end of its cable is gone, with the hub
+        assert interfaces_in(namespace) == {
+            "lo"
+        }  # the other end of its link is gone, with the bridge
     finally:
-        os.close(kept)
+        os.close(namespace)
 
 
 def interfaces_in(file: int) -> set[str]:
     """The network interfaces in the namespace of an open file."""
     found: list[set[str]] = []
 
-    def look() -> None:
+    def list_interfaces() -> None:
         enter(f"/proc/self/fd/{file}")
         found.append({name for _, name in socket.if_nameindex()})
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=list_interfaces)
     thread.start()
     thread.join()
     return found[0]
 
 
-def test_a_network_that_cannot_be_is_refused():
+def test_an_impossible_network_is_refused():
     with pytest.raises(UsageError, match=r"bits_per_s \(0\) must be above 0"):
         SlowNetwork(2, 0)
     with pytest.raises(UsageError, match=r"size \(0\) must be at least 1"):
@@ -155,34 +157,34 @@ def test_a_network_that_cannot_be_is_refused():
 @pytest.mark.transport("distributed")
 @pytest.mark.parametrize("way", ["allreduce", "downpour"])
 def test_a_method_trains_over_slow_links(way, record_property):
-    job = Job(way=way, workers=WORKERS, steps=STEPS, looks=False)
+    job = Job(way=way, workers=WORKERS, steps=STEPS, evaluates=False)
     with SlowNetwork(job.ranks, BITS_PER_S) as network:
         measured = run_job(network, job)
     assert measured.steps == WORKERS * STEPS
     bytes_per_s = payload_rate(BITS_PER_S)
     ideal = simulate_job(Cluster(network=Link(bytes_per_s=bytes_per_s)), job)
     assert measured.bytes_sent == ideal.bytes_sent
-    # What counts nowhere: how far workers are apart at the end, and the server's last model.
+    # Not metered: the consensus distance at the end, and the server's final model.
     unmetered = 2 * (WORKERS - 1) + (WORKERS if way == "downpour" else 0)
     payload = ideal.wire_bytes + unmetered * MODEL_BYTES
-    assert payload < measured.wire_bytes < 1.15 * payload  # headers, and words of a few bytes
-    # An all-reduce sends 2 (p - 1) / p of a model each way, a push and its reply one after another.
+    assert payload < measured.wire_bytes < 1.15 * payload  # headers, and messages of a few bytes
+    # An all-reduce sends 2 (p - 1) / p of a model each way; a push and its reply, two in sequence.
     least = {"allreduce": 2 * (WORKERS - 1) / WORKERS, "downpour": 2}[way] * STEPS * MODEL_BYTES
     bursts = {"allreduce": 1, "downpour": 2 * STEPS}[way] * network.burst_bytes
     assert measured.seconds >= (least - bursts) / bytes_per_s
-    told = f"{ideal.seconds:.3f} s by the rate alone, measured {measured.seconds:.3f} s"
-    record_property("prediction", told)
-    print(f"{way}: {told}")
+    prediction = f"{ideal.seconds:.3f} s by the rate alone, measured {measured.seconds:.3f} s"
+    record_property("prediction", prediction)
+    print(f"{way}: {prediction}")
 
 
-def leave_vectors(transport, channel, argument):
+def post_vectors(transport, channel, argument):
     """Rank 0 posts a vector, and another before it finishes; rank 1 polls for one, waits for one.
 
-    What it returns: where ranks listen, whether the first poll came back with nothing, and whether
-    both vectors came.
+    Returns the addresses at which the rank listens; on rank 1 also whether the first poll returned
+    nothing, and whether both vectors arrived.
     """
     x, small = torch.arange(1 << 18, dtype=torch.float32), torch.zeros(1)
-    with placed(transport, argument, "allreduce") as worker:
+    with joined(transport, argument, "allreduce") as worker:
         comm, listening = worker.comm, addresses_listened_at()
         if comm.rank == 0:
             comm.post(x, 1, tag=5)
@@ -190,7 +192,7 @@ def leave_vectors(transport, channel, argument):
             comm.recv(small, 1, tag=6)
             comm.post(x, 1, tag=7)
             return [listening]
-        comm.recv(small, 0, tag=6)  # from here on the first is announced
+        comm.recv(small, 0, tag=6)  # the first vector has been announced by now
         first = polled = comm.poll(x, tag=5)
         while not polled:
             polled = comm.poll(x, tag=5)
@@ -200,7 +202,7 @@ def leave_vectors(transport, channel, argument):
 
 
 def addresses_listened_at() -> list[str]:
-    """Where anyone listens in the namespace that this is in."""
+    """The addresses at which any process of this namespace listens."""
     lines = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
     lines += Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]
     found = [line.split()[1].partition(":")[0] for line in lines if line.split()[3] == "0A"]
@@ -208,25 +210,25 @@ def addresses_listened_at() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def left_vectors():
+def posted_vectors():
     with SlowNetwork(2, 20e6) as network:
-        yield network, run_in(network, 2, leave_vectors, {})
+        yield network, run_in(network, 2, post_vectors, {})
 
 
 @pytest.mark.transport("distributed")
-def test_ranks_listen_at_the_address_of_their_own_namespace_only(left_vectors):
-    network, told = left_vectors
-    for rank, (listening, *_) in enumerate(told):
+def test_ranks_listen_at_the_address_of_their_own_namespace_only(posted_vectors):
+    network, reports = posted_vectors
+    for rank, (listening, *_) in enumerate(reports):
         assert listening and set(listening) == {network.address(rank)}
 
 
 @pytest.mark.transport("distributed")
-def test_a_poll_does_not_wait_for_what_is_on_its_way(left_vectors):
-    _, (_, (_, first_was_empty, (came, _))) = left_vectors
-    assert first_was_empty and came  # a million bytes cannot have come with the words about them
+def test_a_poll_does_not_wait_for_a_message_in_flight(posted_vectors):
+    _, (_, (_, first_was_empty, (arrived, _))) = posted_vectors
+    assert first_was_empty and arrived  # a million bytes take longer than their announcement
 
 
 @pytest.mark.transport("distributed")
-def test_what_a_finished_rank_has_posted_arrives_however_long_it_takes(left_vectors):
-    _, (_, (_, _, (_, came))) = left_vectors
-    assert came
+def test_a_post_of_a_finished_rank_arrives_however_long_it_takes(posted_vectors):
+    _, (_, (_, _, (_, arrived))) = posted_vectors
+    assert arrived

@@ -134,7 +134,7 @@ class Windows(Observer):
         )
 
 
-class Batches(Observer):
+class BatchDelivery(Observer):
     """A batch is given out once, and again only if its holder was lost before it used the batch."""
 
     def __init__(self, *args: Any) -> None:

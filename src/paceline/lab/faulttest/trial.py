@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.common.faults import LINK_KINDS, Fault
 from paceline.errors import PeerLost, summary_of
 from paceline.lab.faulttest.common import (
-    Batches,
+    BatchDelivery,
     Completion,
     FiniteValues,
     Members,
@@ -51,7 +51,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
     Members,
     Messages,
     Windows,
-    Batches,
+    BatchDelivery,
     Sums,
     FiniteValues,
     Completion,
