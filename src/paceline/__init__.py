@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.launcher.init import init
     from paceline.launcher.launch import launch
     from paceline.launcher.simulate import simulate
+    from paceline.model.gradient import Gradient
     from paceline.record.result import Result
     from paceline.sim.cluster import Cluster
     from paceline.strategies.base import Strategy
@@ -38,6 +39,7 @@ _MODULES = {
     "Comm": "paceline.comm.base",
     "CommTimeout": "paceline.errors",
     "Deadlock": "paceline.errors",
+    "Gradient": "paceline.model.gradient",
     "Limits": "paceline.comm.base",
     "PacelineError": "paceline.errors",
     "PeerLost": "paceline.errors",
@@ -62,6 +64,7 @@ __all__ = [
     "Comm",
     "CommTimeout",
     "Deadlock",
+    "Gradient",
     "Limits",
     "PacelineError",
     "PeerLost",

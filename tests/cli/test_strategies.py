@@ -154,7 +154,7 @@ def test_the_list_for_programs_has_every_method(paceline):
 @dataclasses.dataclass(kw_only=True)
 class Bare(pl.Strategy):
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
 
 
 @dataclasses.dataclass(kw_only=True)

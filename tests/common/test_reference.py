@@ -208,7 +208,7 @@ class Odd(pl.Strategy):
     thing: Any = 3
 
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
 
 
 def test_a_strategy_of_the_users_own_goes_the_same_way():

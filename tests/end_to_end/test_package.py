@@ -163,7 +163,7 @@ ARROWS = {
     "strategies": "errors common comm model",
     "training": "errors common checkpoint record comm sim model strategies",
     "launcher": "errors common checkpoint record comm sim strategies training",
-    "lab": "errors common checkpoint record comm sim strategies training launcher",
+    "lab": "errors common checkpoint record comm sim model strategies training launcher",
     "report": "errors common record strategies lab",
     "cli": "errors common record comm sim strategies launcher lab report",
 }

@@ -81,7 +81,7 @@ def test_a_missing_gradient_is_zero_in_g_and_stays_missing():
     flat.gather()
     model[0].weight.grad = None
     g = flat.gather()
-    assert flat.missing == [True, False]
+    assert flat.present() == (False, True)
     assert not g[:4].any() and g[4:].any()
     assert model[0].weight.grad is None
 

@@ -39,7 +39,7 @@ class Alone(pl.Strategy):
     synchronous = False
 
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
 
 
 SAVED = {"checkpoint", "checkpoint_error", "resumed_at", "model_error"}

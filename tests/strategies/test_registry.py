@@ -49,7 +49,7 @@ class Ring(pl.Strategy):
         self.steps = 0
 
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
         self.steps += 1
         if self.steps % self.interval == 0:
             rank, size = self.comm.rank, self.comm.size

@@ -151,7 +151,7 @@ class _Alone(pl.Strategy):
     synchronous = False
 
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
 
 
 def test_asynchronous_methods_take_from_the_queue_by_default():

@@ -69,7 +69,7 @@ class Deferring(pl.Strategy):
         self.pending = None
 
     def step(self, x, g):
-        self.pending = g.clone()
+        self.pending = g.vector.clone()
 
     def settle(self, x):
         if self.pending is not None:
@@ -140,7 +140,7 @@ class Centered(pl.Strategy):
     """Answers with something else than the replica."""
 
     def step(self, x, g):
-        self.local_update()
+        self.local_update(g)
 
     def answer(self, x):
         return x * 0
@@ -173,7 +173,7 @@ class OneServer(pl.Strategy):
         return ("worker",) * workers + ("server",)
 
     def step(self, x, g):
-        self.comm.send(g, self.workers)
+        self.comm.send(g.vector, self.workers)
         x.copy_(self.comm.recv(x, self.workers))
 
     def serve(self, x):
@@ -221,7 +221,7 @@ def test_a_world_that_does_not_fit_the_roles_is_refused():
             return ("worker",) * workers + ("helper",) * workers
 
         def step(self, x, g):
-            self.local_update()
+            self.local_update(g)
 
     assert workers_in(OneServer(), 5) == 4
     assert workers_in(Pairs(), 6) == 3

@@ -71,7 +71,6 @@ class Flat:
         self.x = self._bind()
         self._g: Tensor | None = None
         self._g_views: list[Tensor] = []
-        self.missing: list[bool] = [False] * len(self.spans)
 
     def _bind(self) -> Tensor:
         """Move the parameters into one vector and make them views of it."""
@@ -109,9 +108,8 @@ class Flat:
         A parameter without a gradient has zeros in ``g`` and still no gradient afterwards.
         """
         g, sources, targets = self.g, [], []
-        for index, (span, view) in enumerate(zip(self.spans, self._g_views, strict=True)):
+        for span, view in zip(self.spans, self._g_views, strict=True):
             grad = span.parameter.grad
-            self.missing[index] = grad is None
             if grad is None:
                 view.zero_()
             elif grad.layout is not torch.strided:
@@ -123,6 +121,10 @@ class Flat:
         if targets:
             torch._foreach_copy_(targets, sources)
         return g
+
+    def present(self) -> tuple[bool, ...]:
+        """Which parameters have a gradient now."""
+        return tuple(span.parameter.grad is not None for span in self.spans)
 
     def gradients(self) -> list[Tensor]:
         """The numbers of the gradients as autograd left them."""

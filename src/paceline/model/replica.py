@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.model.flat import Allocate, Flat
+from paceline.model.gradient import Gradient
 
 
 class Replica:
@@ -19,11 +21,6 @@ class Replica:
     Attributes:
         flat: the parameters and gradients as vectors.
         optimizer: the user's own.
-        samples: how many the present gradient is the mean of; 1 where no loader has told.
-        overflow: whether a gradient scaler has found the present gradient to be infinite;
-            :meth:`local_update` then does nothing.
-        dropped: whether it is not infinite for a scaler, but no gradient to go by (see
-            :class:`~paceline.strategies.toolbox.guard.Guard`); ``overflow`` is true then, too.
     """
 
     def __init__(
@@ -33,16 +30,13 @@ class Replica:
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
         self.flat = Flat(model, optimizer, allocate, aligned)
         self.optimizer = optimizer
-        self.samples = 1
-        self.overflow = self.dropped = False
-        self.max_norm: float | None = None
         self._updating = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_others)
 
-    def local_update(self) -> None:
-        """Clip if asked to, then run the user's optimizer, unless the gradient is infinite."""
-        if not self.overflow:
-            self.clip()
+    def local_update(self, g: Gradient) -> None:
+        """Clip if asked to, then run the user's optimizer, if the gradient is usable."""
+        if g.usable:
+            self.clip(g)
             self._updating = True
             try:
                 self.optimizer.step()
@@ -61,12 +55,13 @@ class Replica:
         """Leave the user's optimizer to the user, after the end."""
         self._hook.remove()
 
-    def clip(self) -> None:
-        """Clip the present gradient, if ``worker.clip_gradients`` was called for it."""
-        if self.max_norm is not None:
-            parameters = [span.parameter for span in self.flat.spans]
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
-            self.max_norm = None
+    def clip(self, g: Gradient) -> Gradient:
+        """The gradient, clipped if ``worker.clip_gradients`` was called for it; clip it once."""
+        if g.max_norm is None:
+            return g
+        parameters = [span.parameter for span in self.flat.spans]
+        torch.nn.utils.clip_grad_norm_(parameters, g.max_norm)
+        return replace(g, max_norm=None)
 
     def plain_move(self, v: Tensor) -> None:
         """``x - lr * v``, each group with its own learning rate."""
@@ -96,31 +91,30 @@ class Replica:
             for lr, group in zip(self.lrs(), self.optimizer.param_groups, strict=True)
         )
 
-    def accumulate_gradient(self, total: Tensor) -> None:
-        """Add what plain SGD steps along, ``g + weight_decay * x``, unless it is infinite."""
-        if self.overflow:
-            return
-        total.add_(self.flat.g)
-        self._add_decay(total)
+    def accumulate_gradient(self, g: Gradient, total: Tensor) -> None:
+        """Add what plain SGD steps along, ``g + weight_decay * x``, if ``g`` is usable."""
+        if g.usable:
+            total.add_(g.vector)
+            self._add_decay(total, g.present)
 
-    def decayed(self, g: Tensor) -> Tensor:
-        """The gradient ``g`` with weight decay in it, as SGD adds it: ``g + weight_decay * x``.
+    def decayed(self, g: Gradient) -> Tensor:
+        """The gradient with weight decay in it, as SGD adds it: ``g + weight_decay * x``.
 
         A parameter that has no gradient does not decay.
         """
         if not any(group.get("weight_decay") for group in self.optimizer.param_groups):
-            return g
-        v = g.clone()
-        self._add_decay(v)
+            return g.vector
+        v = g.vector.clone()
+        self._add_decay(v, g.present)
         return v
 
-    def _add_decay(self, v: Tensor) -> None:
+    def _add_decay(self, v: Tensor, present: tuple[bool, ...]) -> None:
         """Add ``weight_decay * x``, for those parameters that have a gradient."""
         flat, groups = self.flat, self.optimizer.param_groups
         parts = list(zip(flat.groups, range(len(groups)), strict=True))
-        if any(flat.missing):
-            present = itertools.compress(flat.spans, (not missing for missing in flat.missing))
-            parts = [(slice(span.start, span.end), span.group) for span in present]
+        if not all(present):
+            spans = itertools.compress(flat.spans, present)
+            parts = [(slice(span.start, span.end), span.group) for span in spans]
         for part, number in parts:
             if decay := groups[number].get("weight_decay"):
                 v[part].add_(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
 
 OFFER, MOVE = 1, 2
 
@@ -89,11 +90,11 @@ class ADPSGD(Decentralised):
         at_least("interval", self.interval, 1)
         self.open: dict[int, int] = {}
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         self._attend(x)
         if self.steps % self.interval == 0:
             self._offer(x)
-        self.local_update()  # with the gradient of the model as it was before the exchange
+        self.local_update(g)  # with the gradient of the model as it was before the exchange
         self.steps += 1
         self.show(x)
 

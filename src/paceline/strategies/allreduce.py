@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.model.gradient import Gradient
 from paceline.strategies.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -67,25 +68,25 @@ class AllReduce(Lockstep):
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         return nbytes * workers * (1 + steps)
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        self.meet(x, 0 if self.replica.dropped else self.replica.samples)
-        self.replica.dropped = False
-        self.local_update()
+        self.local_update(self._mean(g)[0])
 
     def meet(self, x: Tensor, weight: int) -> bool:
-        replica, g = self.replica, self.replica.flat.g
-        odd = replica.dropped or (weight > 0 and (replica.overflow or any(replica.flat.missing)))
-        whole, anyone_odd = self.weigh(g, weight, odd)
-        if anyone_odd:
-            self._agree(g, weight > 0)
-        return whole > 0 or anyone_odd
+        flat = self.replica.flat
+        return self._mean(Gradient.nothing(flat.g, len(flat.spans)))[1]
 
-    def _agree(self, g: Tensor, contributes: bool) -> None:
+    def _mean(self, g: Gradient) -> tuple[Gradient, bool]:
+        """The mean gradient of all workers, and whether anybody had one."""
+        whole, anyone_odd = self.weigh(g.vector, g.weight, odd=not g.ordinary)
+        return self._agree(g) if anyone_odd else g, whole > 0 or anyone_odd
+
+    def _agree(self, g: Gradient) -> Gradient:
         """Agree which parameters have a gradient anywhere, and whether any was infinite."""
-        replica = self.replica
-        present = [contributes and not missing for missing in replica.flat.missing]
-        flags = g.new_tensor([contributes and replica.overflow, *present])
+        contributes = g.weight > 0
+        own = [contributes and flag for flag in (g.overflow, *g.present)]
+        flags = g.vector.new_tensor(own)
         self.reduce(flags, int(contributes))
-        replica.overflow = bool(flags[0] > 0)
-        replica.flat.show_gradients((flags[1:] > 0).tolist())
+        overflow, *present = (flags > 0).tolist()
+        self.replica.flat.show_gradients(present)
+        return replace(g, overflow=overflow, dropped=False, present=tuple(present))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
     from paceline.model.replica import Replica
 
 WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
@@ -88,7 +89,7 @@ class Strategy(ABC):
 
     @property
     def uses_gradient(self) -> bool:
-        """Whether :meth:`step` wants ``g``; otherwise it is None and no gather is paid."""
+        """Whether :meth:`step` reads ``g.vector``; otherwise it is not gathered."""
         return True
 
     @property
@@ -150,7 +151,7 @@ class Strategy(ABC):
         """Check the options, and begin with fresh state."""
 
     @abstractmethod
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         """After a gradient is ready."""
 
     def settle(self, x: Tensor) -> None:  # noqa: B027 - most methods leave nothing pending
@@ -255,9 +256,9 @@ class Strategy(ABC):
             except PeerLost as error:
                 self._missed.update(error.ranks)
 
-    def local_update(self) -> None:
-        """Run the user's own optimizer on the parameters and their gradients."""
-        self.replica.local_update()
+    def local_update(self, g: Gradient) -> None:
+        """Run the user's own optimizer on the parameters and their gradients, if usable."""
+        self.replica.local_update(g)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint holds."""

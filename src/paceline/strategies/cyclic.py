@@ -16,6 +16,8 @@ from paceline.strategies.toolbox.guard import is_sound, norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 PLAIN = {"scale": "mean", "local_move": False, "server_optimizer": "user"}
 """What options of gradients are where there are none to push."""
 
@@ -139,14 +141,14 @@ class Cyclic(RingStrategy):
     def make_server(self) -> TokenServer:
         return MoveServer(self) if self.moves else TurnServer(self)
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        if g is not None:
+        if not self.moves:
             self.accrue(g, self.local_move)  # a_i <- a_i + g_i, c_i <- c_i + 1
-        elif not self.replica.overflow:
-            self.local_update()  # x_i <- optimizer(x_i, g_i)
+        elif g.usable:
+            self.local_update(g)  # x_i <- optimizer(x_i, g_i)
             self.pending += 1
-        self.look_for_turn(x)
+        self.look_for_turn(x, g)
 
     @property
     def is_full(self) -> bool:

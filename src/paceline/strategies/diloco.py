@@ -12,6 +12,8 @@ from paceline.strategies.lockstep import Lockstep
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 @dataclass(kw_only=True)
 class DiLoCo(Lockstep):
@@ -109,11 +111,11 @@ class DiLoCo(Lockstep):
         super().setup(x)
         self.reference = x.clone()
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        self.local_update()
+    def step(self, x: Tensor, g: Gradient) -> None:
+        self.local_update(g)
         self.steps += 1
         self.pending += 1
-        self.samples += self.replica.samples
+        self.samples += g.samples
         if self.pending == self.interval:
             self.meet(x, self.samples)
 

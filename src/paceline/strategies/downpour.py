@@ -13,6 +13,8 @@ from paceline.strategies.service import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 @dataclass(kw_only=True)
 class Downpour(PushStrategy):
@@ -108,8 +110,7 @@ class Downpour(PushStrategy):
     def make_server(self) -> DownpourServer:
         return DownpourServer(self)
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        assert g is not None
+    def step(self, x: Tensor, g: Gradient) -> None:
         push, fetch = self._pushes(self.steps), self._fetches(self.steps)
         self.steps += 1
         moves = not self.adapts if self.local_move is None else self.local_move

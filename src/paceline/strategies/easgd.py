@@ -16,6 +16,8 @@ from paceline.strategies.toolbox.guard import norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 @dataclass(kw_only=True)
 class EASGD(ServerStrategy):
@@ -169,15 +171,15 @@ class EASGD(ServerStrategy):
             x.add_(self.velocity, alpha=self.momentum)
             self.ahead = True
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         here = x if self.plain is None else self.plain
         e = self._elastic(here) if self.steps % self.interval == 0 else None
         self.steps += 1
         if self.plain is None or self.velocity is None:
-            self.local_update()
+            self.local_update(g)
         else:
             looked = x.clone()
-            self.local_update()
+            self.local_update(g)
             self.velocity.mul_(self.momentum).add_(x - looked)
             x.copy_(self.plain).add_(self.velocity)
             self.ahead = False

@@ -21,6 +21,8 @@ from paceline.strategies.decentralised import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 MODEL = 1
 _REMEMBERED = 1024
 """How many of its own last steps a worker remembers the time of, to tell how old a model is."""
@@ -123,9 +125,9 @@ class Gossip(Decentralised):
         flags = 8 * workers * steps
         return workers * (2 * nbytes + flags + gossips * self.exchange_bytes(nbytes))
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         if self.order == "mix_first":  # the next gradient is taken at the mixed model
-            self._local_step()
+            self._local_step(g)
             if self._is_read:  # while this worker waits for the model of its peer
                 self.show(x)
             average(x, self._gossip(x))
@@ -134,11 +136,11 @@ class Gossip(Decentralised):
             mixed = x.clone()
             average(mixed, theirs)
             mixed.sub_(x)
-            self._local_step()
+            self._local_step(g)
             x.add_(mixed)
         else:
             theirs = self._gossip(x)
-            self._local_step()
+            self._local_step(g)
             average(x, theirs)
         self.show(x)  # what peers read is the model after its last mixing
 
@@ -149,8 +151,8 @@ class Gossip(Decentralised):
                 self.steps += 1
         self.take_mean(x, trained)
 
-    def _local_step(self) -> None:
-        self.local_update()
+    def _local_step(self, g: Gradient) -> None:
+        self.local_update(g)
         self.steps += 1
         self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.now()]
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
 
 
 @dataclass(kw_only=True)
@@ -121,11 +122,11 @@ class Hierarchical(Lockstep):
         mine = next(g for g in groups(self.workers, self.group_size) if self.comm.rank in g)
         self.group: Comm = self.comm.group(mine)
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        self.local_update()
+    def step(self, x: Tensor, g: Gradient) -> None:
+        self.local_update(g)
         self.steps += 1
-        self.in_group += self.replica.samples
-        self.in_all += self.replica.samples
+        self.in_group += g.samples
+        self.in_all += g.samples
         if self.steps % self.group_interval == 0:
             self._next_meeting(x)
 

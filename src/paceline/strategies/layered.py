@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from paceline.comm.packet import Packet
 from paceline.common.options import at_least
 from paceline.errors import PeerLost
+from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_settings, write_settings
 from paceline.strategies.base import COMMUNICATOR, SUMMONS, WORKER, Strategy
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
@@ -144,12 +145,11 @@ class Layered(Strategy):
         self._communicator = self.workers + self.comm.rank // self.group_size
         self._life = 1
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        assert g is not None
+    def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        self._send_up(g, self.replica.samples)
+        self._send_up(g)
         self._settings = read_settings(self.replica.optimizer)
-        self._max_norm = self.replica.max_norm
+        self._max_norm = g.max_norm
 
     def settle(self, x: Tensor) -> None:
         """Take the mean of the last step, and make the update that was put off."""
@@ -157,32 +157,36 @@ class Layered(Strategy):
             return
         overflow, present, total = self._receive()
         if total % ODD and not self.behind:
-            self._update(bool(overflow), present)
+            self._update(
+                Gradient(
+                    gathered=self._mean,
+                    present=tuple(count > 0 for count in present),
+                    overflow=overflow > 0,
+                    max_norm=self._max_norm,
+                )
+            )
 
     def finish(self, x: Tensor) -> None:
         total = 1
         while total % BEHIND:
-            self._send_up(x, 0)
+            self._send_up(Gradient.nothing(x, len(self.replica.flat.spans)))
             *_, total = self._receive()
             self.behind = self.behind or total % ODD > 0
         if total >= BEHIND:
             self.among_live(lambda workers: take_latest(workers, x, self.steps))
 
-    def _send_up(self, g: Tensor, weight: int) -> None:
+    def _send_up(self, g: Gradient) -> None:
         """Hand a gradient, and which parameters have one, to the communicator."""
-        replica, flat = self.replica, self.replica.flat
-        dropped = weight > 0 and replica.dropped
-        if dropped:
-            weight = 0
-            g.zero_()
-        odd = dropped or (weight > 0 and (replica.overflow or any(flat.missing)))
-        present = [float(weight > 0 and not missing) for missing in flat.missing]
+        if g.dropped:
+            g.vector.zero_()
+        contributes = g.weight > 0
         head = Head(
             round=self.rounds,
-            weight=weight + ODD * odd + BEHIND * self.behind,
-            overflow=weight > 0 and replica.overflow,
+            weight=g.weight + ODD * (not g.ordinary) + BEHIND * self.behind,
+            overflow=contributes and g.overflow,
         )
-        self._sent = Packet.of((*head, *present), g).buffer
+        present = [float(contributes and has) for has in g.present]
+        self._sent = Packet.of((*head, *present), g.vector).buffer
         self.rounds += 1
         self._post()
 
@@ -224,17 +228,14 @@ class Layered(Strategy):
         except PeerLost:
             return None
 
-    def _update(self, overflow: bool, present: list[float]) -> None:
+    def _update(self, mean: Gradient) -> None:
         """Step with the mean and the settings of its own step; leave the rest as it was."""
         replica, spans = self.replica, self.replica.flat.spans
         grads, settings = [span.parameter.grad for span in spans], read_settings(replica.optimizer)
-        for span, view, count in zip(spans, self._views, present, strict=True):
-            span.parameter.grad = view if count else None
+        for span, view, present in zip(spans, self._views, mean.present, strict=True):
+            span.parameter.grad = view if present else None
         write_settings(replica.optimizer, self._settings)
-        before = replica.overflow, replica.max_norm
-        replica.overflow, replica.max_norm = overflow, self._max_norm
-        self.local_update()
-        replica.overflow, replica.max_norm = before
+        self.local_update(mean)
         write_settings(replica.optimizer, settings)
         for span, grad in zip(spans, grads, strict=True):
             span.parameter.grad = grad

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
     from paceline.strategies.served import ServerStrategy
 
 TOKEN = 3
@@ -53,6 +54,10 @@ class RingStrategy(PushStrategy):
     def keep(self, a: Tensor, x: Tensor) -> None:
         """Keep what was refused for the next turn; the first shard of ``x`` was just read."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._dropped = False
+
     def connect(self) -> None:
         super().connect()
         self.seat = Seat(self.comm, self.services)
@@ -71,8 +76,9 @@ class RingStrategy(PushStrategy):
         super().join(x)
         self.begin_at(x)
 
-    def look_for_turn(self, x: Tensor) -> None:
-        """After a step: take a turn, if the token has come."""
+    def look_for_turn(self, x: Tensor, g: Gradient) -> None:
+        """After the step with ``g``: take a turn, if the token has come."""
+        self._dropped = g.dropped
         self.seat.look()
         self.go_on(x)
 
@@ -84,7 +90,7 @@ class RingStrategy(PushStrategy):
                 return
             if not seat.has_token:
                 seat.wait()
-            elif not (self.pending or self.replica.dropped) or self._take_turn(x, last=False):
+            elif not (self.pending or self._dropped) or self._take_turn(x, last=False):
                 return
 
     def before_meeting(self, number: int) -> None:

@@ -12,6 +12,8 @@ from paceline.strategies.lockstep import Lockstep
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 @dataclass(kw_only=True)
 class SASGD(Lockstep):
@@ -141,18 +143,18 @@ class SASGD(Lockstep):
         if self._accumulates() or self.global_lr is not None:
             self.reference = x.clone()
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
+    def step(self, x: Tensor, g: Gradient) -> None:
         lrs = self.replica.lrs()
         if self.pending == 0:
             self.lrs, self.lr_changed = lrs, False
         self.lr_changed |= lrs != self.lrs
         if self.gradients is not None:
-            self.replica.clip()
-            self.replica.accumulate_gradient(self.gradients)  # gs <- gs + g
-        self.local_update()  # x <- x - gamma g
+            g = self.replica.clip(g)
+            self.replica.accumulate_gradient(g, self.gradients)  # gs <- gs + g
+        self.local_update(g)  # x <- x - gamma g
         self.steps += 1
         self.pending += 1
-        self.samples += self.replica.samples
+        self.samples += g.samples
         if self.steps <= self.warmup or self.pending == self.interval:
             self.meet(x, self.samples)
 

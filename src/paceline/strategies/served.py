@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
     from paceline.strategies.server import Server
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
@@ -306,26 +307,25 @@ class PushStrategy(ServerStrategy):
         """Every push counts in full, and is the older the more workers there are."""
         return 1 / workers
 
-    def accrue(self, g: Tensor, local_move: bool) -> None:
-        """Add a gradient to those that are still to be pushed, unless it is infinite."""
+    def accrue(self, g: Gradient, local_move: bool) -> None:
+        """Add a gradient to those that are still to be pushed, if it is usable."""
         if self.accrued is None:
-            self.accrued = g.new_zeros(g.shape)
-        if not self.replica.overflow:
+            self.accrued = g.vector.new_zeros(g.vector.shape)
+        if g.usable:
             v = self.finished(g)
             self.accrued += v
             self.pending += 1
             if local_move:
                 self.replica.plain_move(v)
 
-    def finished(self, g: Tensor) -> Tensor:
+    def finished(self, g: Gradient) -> Tensor:
         """A gradient as it is pushed: clipped, and with its weight decay."""
-        self.replica.clip()
+        g = self.replica.clip(g)
         if self.coupled:
             return self.replica.decayed(g)
-        missing = self.replica.flat.missing
-        before = self.given or [0] * len(missing)
-        self.given = [count + (not lacks) for count, lacks in zip(before, missing, strict=True)]
-        return g
+        before = self.given or [0] * len(g.present)
+        self.given = [count + has for count, has in zip(before, g.present, strict=True)]
+        return g.vector
 
     def pushed(self) -> None:
         """Begin to add up anew."""

@@ -13,6 +13,8 @@ from paceline.strategies.service import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 @dataclass(kw_only=True)
 class SSP(PushStrategy):
@@ -87,11 +89,10 @@ class SSP(PushStrategy):
     def make_server(self) -> ClockServer:
         return ClockServer(self)
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        assert g is not None
+    def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        bad = self.replica.overflow  # and is not sent
-        self.exchange(x if bad else self.finished(g), x, batches=not bad)  # x_i <- w
+        update = self.finished(g) if g.usable else x
+        self.exchange(update, x, batches=g.usable)  # x_i <- w
         self.pushed()
 
     def flush(self, x: Tensor) -> None:

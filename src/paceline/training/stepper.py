@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.comm.metered import MeteredTransport
 from paceline.errors import LeftBehind, Outlived, UsageError
+from paceline.model.gradient import Gradient
 from paceline.model.replica import Replica
 from paceline.record.history import History
 from paceline.strategies.base import Strategy
@@ -18,8 +20,6 @@ from paceline.training.listener import StepListener
 from paceline.training.rates import Rates
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.sim.compute import Costs
 
 
@@ -53,6 +53,7 @@ class Stepper:
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
         rates: its learning rates, beside those of others.
+        max_norm: the norm that the next step clips its gradient to; None where it does not.
         skipping: whether steps are not made: they lie before the checkpoint that the run goes on
             from.
     """
@@ -73,6 +74,7 @@ class Stepper:
         self.lr = replica.lrs()[0]
         self.history = History()
         self.rates = Rates(strategy, replica)
+        self.max_norm: float | None = None
         self.first: Mark | None = None
         self.warm: Mark | None = None
         self.last: Mark | None = None
@@ -105,20 +107,17 @@ class Stepper:
             self._listener.step_skipped()
             return
         self._listener.before_step()
-        replica, flat = self.replica, self.replica.flat
         samples, self._drawn = self._drawn, 0
         self._full_batch = max(self._full_batch, samples)
         begin = self._mark()
         self.first = self.first or begin
-        flat.check()
-        replica.samples = samples or 1
-        replica.overflow, replica.dropped = overflow, False
+        self.replica.flat.check()
         charged_s = self.keep_up(partial(self._begin, samples))
         if charged_s is None:  # left behind with its gradient
             charged_s = self._transport.meter.charged_s
         else:
-            self.keep_up(self._act)
-        replica.max_norm = None
+            self.keep_up(partial(self._act, samples or 1, overflow))
+        self.max_norm = None
         self.samples += samples
         self.last = self._mark()
         step_s, wait_s = self.last.time_s - begin.time_s, self.last.wait_s - begin.wait_s
@@ -141,37 +140,42 @@ class Stepper:
             self._transport.compute(self._costs.gradient_s(samples or self._full_batch))
         return self._transport.meter.charged_s
 
-    def _act(self) -> None:
+    def _act(self, samples: int, overflow: bool) -> None:
+        g = Gradient(samples=samples, overflow=overflow, max_norm=self.max_norm)
         if self.alone or not self.syncing:
-            self.replica.local_update()
+            self.replica.local_update(g)
             return
         self.strategy.settle(self.replica.flat.x)
-        flat, g = self.replica.flat, None
-        if self.strategy.uses_gradient:
-            self._transport.charge_gather(flat.x.nbytes)
-            g = flat.gather()
-        if not self.replica.overflow:
-            self._judge(g)
-        self.strategy.step(flat.x, g)
+        self.strategy.step(self.replica.flat.x, self._judged(self._gathered(g)))
         if self.strategy.synchronous:
             self.rates.after_step(self.steps + 1)
 
-    def _judge(self, g: Tensor | None) -> None:
-        """Let a gradient that is not finite, or explodes, count as none.
+    def _gathered(self, g: Gradient) -> Gradient:
+        """The gradient with its vector, if the method asks for it."""
+        if not self.strategy.uses_gradient:
+            return g
+        flat = self.replica.flat
+        self._transport.charge_gather(flat.x.nbytes)
+        return replace(g, gathered=flat.gather(), present=flat.present())
+
+    def _judged(self, g: Gradient) -> Gradient:
+        """The gradient; dropped, if it is not finite or explodes.
 
         One that is not shared is only glanced at. What is missed then breaks the worker's model,
         and it is not to blame for the gradients of that: the next exchange mends it.
         """
-        replica, guard = self.replica, self.strategy.guard
+        if g.overflow:
+            return g
+        flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
         size = 0.0
         if guard.rank not in guard.aside:
-            size = glance(replica.flat.gradients()) if g is None else norm(g)
-        if replica.max_norm is not None and math.isfinite(size):
-            size = min(size, replica.max_norm)
-        replica.dropped = not guard.admits(
-            size, guard.rank, "gradient", lambda: g is not None or is_sound(replica.flat.x)
+            size = glance(flat.gradients()) if shared is None else norm(shared)
+        if g.max_norm is not None and math.isfinite(size):
+            size = min(size, g.max_norm)
+        admitted = guard.admits(
+            size, guard.rank, "gradient", lambda: shared is not None or is_sound(flat.x)
         )
-        replica.overflow = replica.dropped
+        return g if admitted else replace(g, dropped=True)
 
     def _mark(self) -> Mark:
         wait_s = self._transport.meter.wait_s

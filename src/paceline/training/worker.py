@@ -173,7 +173,7 @@ class Worker:
         """
         if not max_norm > 0:
             raise UsageError(f"max_norm ({max_norm}) must be above 0")
-        self._session.running.replica.max_norm = max_norm
+        self._session.running.max_norm = max_norm
 
     def settle(self) -> None:
         """Finish what the last step left pending, before parameters are read in an unusual way."""

@@ -37,6 +37,8 @@ from paceline.training.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.model.gradient import Gradient
+
 
 WARM_UP = 5
 """The first steps do not count: torch prepares its kernels in them."""
@@ -155,8 +157,8 @@ class Probe(Downpour):
     def uses_gradient(self) -> bool:
         return False
 
-    def step(self, x: Tensor, g: Tensor | None) -> None:
-        self.local_update()
+    def step(self, x: Tensor, g: Gradient) -> None:
+        self.local_update(g)
         exchange = next(self._exchanges)
         self._clock.updated(exchange)
         self._steps_left -= 1

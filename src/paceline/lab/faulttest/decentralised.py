@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.comm.packet import Packet
 from paceline.lab.faulttest.watched import Observer, around, close
+from paceline.model.gradient import Gradient
 from paceline.strategies.adpsgd import ADPSGD, MOVE
 from paceline.strategies.decentralised import Decentralised, Note
 from paceline.strategies.gossip import MODEL, Gossip
@@ -34,7 +35,7 @@ class Averages(Observer):
 
     def attach(self, session: Session) -> None:
         around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
-        around(session.strategy, "local_update", lambda inner: self._update(session, inner))
+        around(session.strategy, "local_update", lambda inner, g: self._update(session, inner, g))
 
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
         if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
@@ -47,14 +48,14 @@ class Averages(Observer):
         if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
             self._sent[src].append(_vector_of(x))
 
-    def _update(self, session: Session, inner: Any) -> None:
+    def _update(self, session: Session, inner: Any, g: Gradient) -> None:
         assert session.stepper is not None
         x = session.stepper.replica.flat.x
         before = x.clone()
-        inner()
+        inner(g)
         self._local[session.rank] = (before, x.clone())
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         rank, before = session.rank, x.clone()
         self._received[rank].clear()
         self._sent[rank].clear()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.lab.faulttest.watched import Observer, around, close
+from paceline.model.gradient import Gradient
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.easgd import EASGD
 from paceline.strategies.hierarchical import Hierarchical
@@ -46,7 +47,7 @@ class Replicas(Observer):
         if session.rank < session.size:
             around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         strategy: Any = session.strategy
         shared = self._shared(strategy, x)
         if shared is not None:
@@ -112,12 +113,12 @@ class Means(Observer):
         else:
             around(strategy, "meet", lambda inner, x, w: self._meet(session, inner, x, w))
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor) -> None:
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         assert session.stepper is not None
         replica, number = session.stepper.replica, session.stepper.steps
         decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
-        after = x - replica.lrs()[0] * (g + decay * x)
-        weight = 0.0 if replica.overflow else replica.samples
+        after = x - replica.lrs()[0] * (g.vector + decay * x)
+        weight = g.samples if g.usable else 0.0
         self._parts[number][session.rank] = Contribution(x.clone(), after, weight)
         if number:
             self._after[number - 1][session.rank] = x.clone()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.lab.faulttest.watched import Observer, around, close, when_made
+from paceline.model.gradient import Gradient
 from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.easgd import EASGD
 from paceline.strategies.ring import TOKEN, Seat
@@ -87,7 +88,7 @@ class Pushes(Observer):
         around(strategy, "fetch", lambda inner, *a: self._fetch(session, inner, *a))
         if isinstance(strategy, PushStrategy):
             around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
-            around(strategy, "local_update", lambda inner: self._local_update(session, inner))
+            around(strategy, "local_update", lambda inner, g: self._local_update(session, inner, g))
             around(strategy, "flush", lambda inner, x: self._flush(session, inner, x))
 
     def _attach_to_server(self, server: Any) -> None:
@@ -101,22 +102,21 @@ class Pushes(Observer):
 
     # Workers -------------------------------------------------------------------------------------
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
-        assert session.stepper is not None
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         strategy: Any = session.strategy
         who = self._who(session.rank)
-        if g is None and who not in self._made:  # the user may have moved x before step one
-            self._make(who, x - strategy.origin)
-        elif g is not None and not session.stepper.replica.overflow:  # no overflow is pushed
+        if strategy.uses_gradient and g.usable:
             decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
-            self._make(who, g + decay * x)
+            self._make(who, g.vector + decay * x)
+        elif not strategy.uses_gradient and who not in self._made:
+            self._make(who, x - strategy.origin)  # the user may have moved x before step one
         inner(x, g)
 
-    def _local_update(self, session: Session, inner: Any) -> None:
+    def _local_update(self, session: Session, inner: Any, g: Gradient) -> None:
         assert session.stepper is not None
         x = session.stepper.replica.flat.x
         before = x.clone()
-        inner()
+        inner(g)
         self._make(self._who(session.rank), x - before)
 
     def _make(self, who: Who, update: Tensor) -> None:
@@ -363,17 +363,17 @@ class Elastic(Observer):
         if session.rank >= session.size:
             return
         strategy: Any = session.strategy
-        around(strategy, "local_update", lambda inner: self._local_update(session, inner))
+        around(strategy, "local_update", lambda inner, g: self._local_update(session, inner, g))
         around(
             strategy, "exchange", lambda inner, v, x, **n: self._exchange(session, inner, v, x, n)
         )
         around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
 
-    def _local_update(self, session: Session, inner: Any) -> None:
+    def _local_update(self, session: Session, inner: Any, g: Gradient) -> None:
         assert session.stepper is not None
         x, who = session.stepper.replica.flat.x, (session.rank, self.scene.life(session.rank))
         before = x.clone()
-        inner()
+        inner(g)
         self._moves[who] = x - before
 
     def _exchange(self, session: Session, inner: Any, v: Tensor, x: Tensor, numbers: Any) -> None:
@@ -381,7 +381,7 @@ class Elastic(Observer):
         replies = self._starts if numbers.get("join") else self._pulls
         replies[session.rank, self.scene.life(session.rank)] = x.clone()
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         who, before = (session.rank, self.scene.life(session.rank)), x.clone()
         self._pulls.pop(who, None)
         self._starts.pop(who, None)

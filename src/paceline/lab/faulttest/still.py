@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.lab.faulttest.watched import Observer, around, close
+from paceline.model.gradient import Gradient
 from paceline.strategies.adpsgd import ADPSGD
 from paceline.strategies.cyclic import Cyclic
 from paceline.strategies.diloco import DiLoCo
@@ -43,7 +44,7 @@ class AtRest(Observer):
             around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
             around(session.strategy, "finish", lambda inner, x: self._finish(session, inner, x))
 
-    def _step(self, session: Session, inner: Any, x: Tensor, g: Tensor | None) -> None:
+    def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         if session.rank not in self._starts:
             self._starts[session.rank] = x.clone()
             if self.scene.life(session.rank) == 1 and not session.transport.late:
