@@ -116,7 +116,7 @@ def test_a_message_that_does_not_fit_is_refused(transport):
 def test_a_collective_that_does_not_fit_is_refused(transport):
     outcome = run_program(transport, programs.mismatched_collective, 2)
     assert "MessageMismatch" in repr(outcome.error)
-    assert [message["kind"] for _, message in outcome.told].count("refused") >= 1
+    assert [message["kind"] for _, message in outcome.messages].count("refused") >= 1
 
 
 def test_who_has_come_to_the_end_of_its_data_is_seen_by_all(transport):
@@ -154,7 +154,7 @@ def test_a_loss_is_heard_once_and_after_the_last_message(transport):
 def test_a_lost_sender_is_heard_of_while_others_are_silent(world, how):
     limits = Limits(dead_s=0.5)
     outcome = run_program(world, programs.messages_and_losses, SIZE, how=how, limits=limits)
-    [(rank, message), *_] = outcome.told
+    [(rank, message), *_] = outcome.messages
     assert rank == 0 and message["heard"].count([2, None]) == 1
     assert message["heard"].index([2, 2]) < message["heard"].index([2, None])
 
@@ -174,12 +174,12 @@ def test_a_lost_peer_is_named_with_the_operation(transport, op, how):
     outcome = run_program(transport, programs.lose_one, SIZE, op=op, how=how, limits=limits)
     assert isinstance(outcome.error, PeerLost) and outcome.error.rank == 2
     assert op in outcome.error.op
-    told = [message for _, message in outcome.told]
-    assert told, "no survivor told what it saw"
+    messages = [message for _, message in outcome.messages]
+    assert messages, "no survivor told what it saw"
     if how == "freeze":  # survivors that are late see how the launcher ended the stopped rank
-        reasons = [outcome.error.reason, *(message["reason"] for message in told)]
+        reasons = [outcome.error.reason, *(message["reason"] for message in messages)]
         assert any(reason.startswith("it has been stopped") for reason in reasons)
-    for message in told:
+    for message in messages:
         assert message["ranks"] == [2] and op in message["op"]
         assert message["reason"].startswith("it died") or how == "freeze"
         assert 2 not in message["alive"]
@@ -188,7 +188,7 @@ def test_a_lost_peer_is_named_with_the_operation(transport, op, how):
 def test_a_contribution_counts_for_everyone_or_for_no_one(transport):
     outcome = run_program(transport, programs.arrive_then_die, SIZE)
     assert isinstance(outcome.error, PeerLost) and outcome.error.rank == 2
-    sums = {(m["count"], m["x"]) for _, m in outcome.told if m["kind"] == "sum"}
+    sums = {(m["count"], m["x"]) for _, m in outcome.messages if m["kind"] == "sum"}
     assert sums <= {(4, 10.0)}
 
 

@@ -243,7 +243,7 @@ def test_long_messages_come_whole_between_signals():
     result = pl.launch(train, workers=2, arguments=how)
     told = {rank: [len(m["text"]) for m in result.metrics if m["rank"] == rank] for rank in (0, 1)}
     assert told == {0: lengths, 1: lengths}
-    with pytest.raises(pl.WorkerFailed, match=r"TimeoutError: . has told 2!"):
+    with pytest.raises(pl.WorkerFailed, match=r"TimeoutError: . has logged 2!"):
         pl.launch(train, workers=1, arguments={**how, "raises": True})
 
 

@@ -23,11 +23,11 @@ def everything():
     """Many methods, places and seeds, with names and numbers that are hard to place."""
     methods = {"allreduce": 2.0, "sasgd": 1.0, "easgd": 0.004, "gossip": 90.0, LONG: 3.0, EVIL: 5.0}
     runs = [
-        run(method, workers, seed, place=place, stepper=stepper * (1 + seed / 10))
+        run(method, workers, seed, place=place, evaluation_s=evaluation_s * (1 + seed / 10))
         for place in ("lab", "a-cluster-of-" + "many-" * 12 + "words")
         for workers in (1, 64)
         for seed in (0, 1, 2)
-        for method, stepper in methods.items()
+        for method, evaluation_s in methods.items()
     ]
     failed = [run("layered", 64, seed, error=f"lost rank 2: {EVIL}" * 3) for seed in (0, 1, 2)]
     never = [run("cyclic", workers, top=0.2, evaluations=300) for workers in (1, 64)]

@@ -56,11 +56,11 @@ def page_of(*runs, **more):
 @pytest.fixture(scope="module")
 def page():
     runs = [
-        run(method, workers, seed, place=place, stepper=stepper)
+        run(method, workers, seed, place=place, evaluation_s=evaluation_s)
         for place in ("lab", "wan")
         for workers in (4, 16)
         for seed in (0, 1, 2)
-        for method, stepper in (("allreduce", 2.0), ("sasgd", 1.0), ("mine(interval=2)", 3.0))
+        for method, evaluation_s in (("allreduce", 2.0), ("sasgd", 1.0), ("mine(interval=2)", 3.0))
     ]
     return render(material(*runs))
 

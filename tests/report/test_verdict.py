@@ -18,11 +18,18 @@ def told(*runs, setting=LAB, **more):
 
 
 def paces(method, *each, **more):
-    return [run(method, seed=seed, stepper=stepper, **more) for seed, stepper in enumerate(each)]
+    return [
+        run(method, seed=seed, evaluation_s=evaluation_s, **more)
+        for seed, evaluation_s in enumerate(each)
+    ]
 
 
 def test_the_soonest_is_named_with_its_margin():
-    found = told(run("slow", stepper=3.0), run("quick", stepper=1.0), run("middle", stepper=2.0))
+    found = told(
+        run("slow", evaluation_s=3.0),
+        run("quick", evaluation_s=1.0),
+        run("middle", evaluation_s=2.0),
+    )
     assert found.first == "quick"
     assert "quick reached accuracy 0.7 first, after 4.0 s of virtual time" in found.sentences[0]
     assert "2.00 times sooner than middle" in found.sentences[0]
@@ -31,14 +38,17 @@ def test_the_soonest_is_named_with_its_margin():
 
 def test_allreduce_is_what_others_are_compared_with():
     found = told(
-        run("quick"), run("b", stepper=2.0), run("allreduce", stepper=3.0), run("d", stepper=9.0)
+        run("quick"),
+        run("b", evaluation_s=2.0),
+        run("allreduce", evaluation_s=3.0),
+        run("d", evaluation_s=9.0),
     )
     assert "3.00 times sooner than allreduce" in found.sentences[0]
     assert "than d" not in found.sentences[0]
 
 
 def test_one_seed_is_never_sure():
-    found = told(run("quick"), run("slow", stepper=100.0))
+    found = told(run("quick"), run("slow", evaluation_s=100.0))
     assert found.sure == "not sure" and "--seeds" in found.why
 
 
@@ -64,13 +74,13 @@ def test_less_than_the_time_between_two_evaluations_is_not_sure():
 
 
 def test_who_does_not_get_there_is_named_and_never_first():
-    found = told(run("quick", top=0.5, stepper=0.1), run("slow", stepper=5.0))
+    found = told(run("quick", top=0.5, evaluation_s=0.1), run("slow", evaluation_s=5.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7." in found.sentences
 
 
 def test_who_gets_there_with_some_seeds_only_is_not_first():
-    mixed = [run("quick", seed=0, stepper=0.1), run("quick", seed=1, top=0.5)]
+    mixed = [run("quick", seed=0, evaluation_s=0.1), run("quick", seed=1, top=0.5)]
     found = told(*mixed, *paces("slow", 3.0, 3.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7 in 1 of 2 runs." in found.sentences
@@ -83,7 +93,7 @@ def test_a_run_that_broke_off_is_told():
 
 
 def test_who_ran_alone_was_not_first():
-    found = told(run("only", stepper=2.0))
+    found = told(run("only", evaluation_s=2.0))
     assert found.first is None and found.sure is None
     assert found.sentences[0] == "only reached accuracy 0.7 after 8.0 s of virtual time."
 
@@ -113,7 +123,7 @@ def test_without_a_target_there_is_no_race():
 )
 def test_the_headline_says_where_who_was_first(wins, said):
     runs = [
-        run(method, workers, place=place, stepper=1.0 if method == first else 2.0)
+        run(method, workers, place=place, evaluation_s=1.0 if method == first else 2.0)
         for (place, workers), first in wins.items()
         for method in ("a", "b")
     ]

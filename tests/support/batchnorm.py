@@ -1,4 +1,4 @@
-"""Trainings with BatchNorm whose workers see unlike data."""
+"""Trainings with BatchNorm whose workers see different data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import paceline as pl
 
 
 def images(seed: int) -> Tensor:
-    """Data whose columns have means and variances of their own, in no random order."""
+    """Samples that drift from first to last; each column has its own mean and variance."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(96, 6, generator=generator)
     drift = torch.linspace(-2, 2, 96)[:, None]
@@ -36,7 +36,7 @@ def statistics(net: nn.Module) -> dict[str, Tensor]:
 
 
 def begin(worker: pl.Worker, data: Any = "auto") -> tuple[nn.Module, Any, Any]:
-    """A model, its optimizer, and batches of this worker."""
+    """A model, its optimizer, and the batches of this worker."""
     net = network()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
     loader: DataLoader[Any] = DataLoader(images(0), batch_size=4)
@@ -50,7 +50,7 @@ def learn(net: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 
 def train(worker: pl.Worker, victim: int = -1) -> None:
-    """Train, and tell what the answer holds; the victim is killed as it hands in its buffers."""
+    """Train, and log the answer's statistics; the victim is killed when it shares its buffers."""
     net, sgd, batches = begin(worker, data="static")
     taken = 0
     for x in batches:

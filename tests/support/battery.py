@@ -1,4 +1,4 @@
-"""Trainings that the law battery runs on every transport: what happened comes back as metrics."""
+"""Trainings that the battery of laws runs on every transport; they log what happened."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def learn(net: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 
 def train_equal(worker: pl.Worker) -> None:
-    """Every worker has 7 batches of a fixed shard; momentum SGD; tells all that laws ask for."""
+    """Every worker has 7 batches of a fixed shard; momentum SGD; logs what the laws need."""
     net = net_of(100 + worker.rank)
     net, paced = worker.setup(net, optimizer_of("sgd", net))
     samples = torch.arange(BATCH * STEPS * WORKERS)
@@ -65,7 +65,7 @@ def train_equal(worker: pl.Worker) -> None:
 
 
 class Stream(IterableDataset[Tensor]):
-    """So many batches of one worker's own."""
+    """A stream of ``batches`` batches of one worker."""
 
     def __init__(self, rank: int, batches: int) -> None:
         self._rank, self._samples = rank, batches * BATCH
@@ -90,7 +90,7 @@ def train_uneven(worker: pl.Worker) -> None:
 
 
 def train_alone(worker: pl.Worker) -> None:
-    """The only worker of its world, beside the plain loop."""
+    """Train as the only worker, and then with the plain loop, to compare both."""
     digests = []
     for paced in (True, False):
         net = net_of(3)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe: pages are opened, measured and photographed."""
+"""A headless Chromium, driven over a pipe, that opens, measures and photographs pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEASURE = """
     const boxes = [...range.getClientRects()].filter(box => box.width > 0.5 && box.height > 0.5);
     if (!boxes.length || !parent.checkVisibility({visibilityProperty: true})) continue;
     const head = parent.closest("thead");
-    if (head && getComputedStyle(head).position === "absolute") continue;  // read out, not shown
+    if (head && getComputedStyle(head).position === "absolute") continue;  // not shown
     let left = 0, right = innerWidth, top = -1e9, bottom = 1e9;
     for (let around = parent; around; around = around.parentElement) {
       const frame = around.getBoundingClientRect(), how = getComputedStyle(around);
@@ -87,11 +87,11 @@ MEASURE = """
   };
 })()
 """
-"""All text on the page: what overlaps, what is cut off, and what the page has asked for."""
+"""All text on the page: what overlaps, what is cut off, and what the page requested."""
 
 
 class Chromium:
-    """A browser with one page; a context manager."""
+    """A browser with one page, as a context manager."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
@@ -133,7 +133,7 @@ class Chromium:
         self._process.wait(20)
 
     def open(self, path: Path, width: int, height: int = 900) -> None:
-        """Open a file in a window of this width, and wait until it is there."""
+        """Open a file in a window of this width, and wait until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -148,12 +148,12 @@ class Chromium:
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def measure(self) -> dict[str, Any]:
-        """Where the texts of the page are."""
+        """The positions of the texts on the page, and what is wrong with them."""
         return self.evaluate(MEASURE)
 
     def photograph(self, path: Path) -> None:
@@ -172,19 +172,19 @@ class Chromium:
 
     def _ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        request: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
-            message["sessionId"] = session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
+            request["sessionId"] = session
+        os.write(self._out, json.dumps(request).encode() + b"\0")
         while True:
-            told = self._hear()
-            if told.get("method") == "Network.requestWillBeSent":
-                self.requests.append(told["params"]["request"]["url"])
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            message = self._receive()
+            if message.get("method") == "Network.requestWillBeSent":
+                self.requests.append(message["params"]["request"]["url"])
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
             part = os.read(self._in, 1 << 20)
             assert part, "the browser has ended"

@@ -12,10 +12,10 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 class Elsewhere(Tensor):
-    """A tensor that lies on another device than the CPU, as one on a GPU does.
+    """A tensor on another device than the CPU, as if on a GPU.
 
-    Its numbers are there and can be copied to the CPU and back. What else takes tensors of both
-    devices is refused, unless that of the CPU is a single number.
+    It can be copied to the CPU and back. Any other operation on tensors of both devices raises an
+    error, unless the tensor on the CPU is a single number.
     """
 
     @staticmethod
@@ -30,9 +30,9 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_flatten((args, kwargs))[0]
-        here = [t for t in given if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim()]
-        if here and func not in _COPIES:
+        leaves = tree_flatten((args, kwargs))[0]
+        on_cpu = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, cls) and t.dim()]
+        if on_cpu and func not in _COPIES:
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
         target = torch.device((kwargs or {}).get("device") or "meta")
         plain = {k: v for k, v in (kwargs or {}).items() if k != "device"}

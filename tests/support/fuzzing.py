@@ -1,4 +1,4 @@
-"""Readers of what others wrote, and inputs that are garbage, or almost right."""
+"""Readers of untrusted input, and inputs that are garbage or almost valid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDER = Path(tempfile.gettempdir()) / f"paceline-fuzzing-{os.getpid()}"
 
 
 class Target(NamedTuple):
-    """A reader, and what it is given; it may refuse that, and do nothing else wrong."""
+    """A generator of inputs and their reader; the reader may refuse an input, but not crash."""
 
     make: Callable[[Random], Any]
     read: Callable[[Any], None]
@@ -73,16 +73,16 @@ def number(random: Random) -> str:
     return random.choice([*ODD, str(random.getrandbits(64)), str(random.uniform(-10, 10))])
 
 
-def spoilt(text: str | bytes) -> Callable[[Random], bytes]:
-    """A text with a few pieces cut out, doubled, or replaced by garbage."""
+def spoil(text: str | bytes) -> Callable[[Random], bytes]:
+    """A generator of ``text`` with a few pieces cut out, doubled, or replaced by garbage."""
 
     def make(random: Random) -> bytes:
         data = bytearray(text.encode() if isinstance(text, str) else text)
         for _ in range(random.randrange(5)):
             start = random.randrange(len(data) + 1)
             piece = data[start : start + random.randrange(13)]
-            twice, garbage = piece * 2, random.randbytes(random.randrange(9))
-            new = random.choice([b"", twice, garbage, number(random).encode()])
+            doubled, garbage = piece * 2, random.randbytes(random.randrange(9))
+            new = random.choice([b"", doubled, garbage, number(random).encode()])
             data[start : start + len(piece)] = new
         return random.randbytes(random.randrange(200)) if random.random() < 0.1 else bytes(data)
 
@@ -91,7 +91,7 @@ def spoilt(text: str | bytes) -> Callable[[Random], bytes]:
 
 def sentence(random: Random) -> str:
     if random.random() < 0.4:
-        return spoilt("freeze(rank=1, for_s=3).at(seconds=2)")(random).decode(errors="replace")
+        return spoil("freeze(rank=1, for_s=3).at(seconds=2)")(random).decode(errors="replace")
     kind = random.choice([*KINDS, "explode"])
     name = random.choice(["rank", "peer", "node", "for_s", "factor", "at_s", "x"])
     verb, when = random.choice(["at", "on"]), random.choice(["seconds", "step", "rank"])
@@ -99,7 +99,7 @@ def sentence(random: Random) -> str:
 
 
 def frame(random: Random) -> list[tuple[int, int]]:
-    """Words of a frame, each with its place in it: any, small ones, the edges of memory."""
+    """Words to write into a frame, with their indices: random, small, or near a memory bound."""
     edges = [n * RANGE_BYTES for n in (1, 2, 3)]
     words = [
         random.getrandbits(64) - (1 << 63),
@@ -127,24 +127,24 @@ MANIFEST_TEXT = json.dumps(
 
 
 def state(random: Random) -> bytes:
-    """The file of a rank: spoilt anywhere, or in its header, which then has the right length."""
+    """The file of a rank, damaged anywhere, or in its header with the length kept right."""
     if random.random() < 0.5:
-        return spoilt(STATE)(random)
+        return spoil(STATE)(random)
     end = 8 + int.from_bytes(STATE[:8], "little")
-    header = spoilt(STATE[8:end])(random)
+    header = spoil(STATE[8:end])(random)
     return len(header).to_bytes(8, "little") + header + STATE[end:]
 
 
 def manifest(random: Random) -> bytes:
-    """A manifest that is spoilt, or was sealed after that."""
-    data = spoilt(MANIFEST_TEXT)(random)
+    """A damaged manifest; in half of the cases sealed again, so that its hash is right."""
+    data = spoil(MANIFEST_TEXT)(random)
     if random.random() < 0.5:
         return data
-    told = json.loads(MANIFEST_TEXT)
-    part = random.choice([told, told["files"], told["files"][METRICS]])
+    content = json.loads(MANIFEST_TEXT)
+    part = random.choice([content, content["files"], content["files"][METRICS]])
     name = random.choice([*part, "../outside", "rank1.safetensors"])
     part[name] = random.choice([-1, 10**12, 1e400, None, True, "x", [], {}, {"bytes": []}])
-    return json.dumps(seal(told)).encode()
+    return json.dumps(seal(content)).encode()
 
 
 # Readers -----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def read_a_manifest(data: bytes) -> None:
 
 
 class Mailbox:
-    """Two ranks of one process; what the second one writes into its words, the first one reads."""
+    """Two ranks of one process: the second writes words to shared memory, the first reads them."""
 
     _made: Mailbox | None = None
 
@@ -220,7 +220,7 @@ class Mailbox:
 
     @classmethod
     def get(cls) -> Mailbox:
-        """The one of this process: each takes a part of the address space."""
+        """The only mailbox of this process: each takes a part of the address space."""
         cls._made = cls._made or cls()
         return cls._made
 
@@ -250,11 +250,11 @@ def read_a_window(words_of: list[tuple[int, int]]) -> None:
 
 
 TARGETS = {
-    "cluster": Target(spoilt(CLUSTER), read_a_cluster),
-    "fault script": Target(spoilt(SCRIPT), read_a_script),
+    "cluster": Target(spoil(CLUSTER), read_a_cluster),
+    "fault script": Target(spoil(SCRIPT), read_a_script),
     "fault": Target(sentence, read_a_fault),
-    "schedule": Target(spoilt(SCHEDULE), read_a_schedule),
-    "trace": Target(spoilt(TRACE), read_a_trace),
+    "schedule": Target(spoil(SCHEDULE), read_a_schedule),
+    "trace": Target(spoil(TRACE), read_a_trace),
     "state": Target(state, read_a_state),
     "manifest": Target(manifest, read_a_manifest),
     "mailbox": Target(frame, read_a_message),

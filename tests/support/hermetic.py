@@ -1,7 +1,7 @@
-"""A plugin of pytest: tests need the clone, its environment and this Python, and nothing else.
+"""A plugin of pytest: tests must need only the clone, its environment and this Python.
 
-A test fails if it, or a Python that it starts, looks at a file that is neither of those nor of the
-system nor in the session's temporary folder. Homes and caches are in that folder, too.
+A test fails if it, or a Python that it starts, accesses any other file, unless that belongs to the
+system or lies in the session's temporary folder. Homes and caches are in that folder, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SYSTEM = (
         for name in ("zoneinfo", "locale", "locale-langpack", "i18n", "terminfo")
     ),
 )
-"""Programs, libraries and settings that a bare system has; not its data."""
+"""The programs, libraries and settings of a bare system, without its data."""
 CACHES = {
     "HOME": "",
     "TORCH_HOME": "torch",
@@ -37,11 +37,11 @@ CACHES = {
     "XDG_STATE_HOME": ".local/state",
 }
 sys.path.insert(0, str(STARTUP))
-import outside  # noqa: E402 - beside what other Pythons load first, which is found by that path
+import outside  # noqa: E402 - it lies beside the sitecustomize that other Pythons load
 
 
 def roots(*own: Path) -> list[str]:
-    """What tests may look at: their own, the environment, this Python, and the system."""
+    """The folders that tests may access: their own, the environment, this Python, the system."""
     base = Path(sys.base_prefix)
     python = [
         *sysconfig.get_paths().values(),
@@ -52,33 +52,33 @@ def roots(*own: Path) -> list[str]:
 
 
 class _Notes:
-    """What was noted, and not yet told."""
+    """The file of noted accesses; returns each note once."""
 
     path: Path | None = None
-    told = 0
+    offset = 0
 
     def begin(self, path: Path) -> None:
         path.touch()
-        self.path, self.told = path, 0
+        self.path, self.offset = path, 0
 
     def new(self) -> str:
-        if self.path is None or self.path.lstat().st_size == self.told:
+        if self.path is None or self.path.lstat().st_size == self.offset:
             return ""
         with self.path.open() as notes:
-            notes.seek(self.told)
+            notes.seek(self.offset)
             new = notes.read()
-            self.told = notes.tell()
-        return "a look at what not every machine has:\n" + new
+            self.offset = notes.tell()
+        return "access to a file that not every machine has:\n" + new
 
 
 _notes = _Notes()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Give the tests and what they start another home, and watch them."""
+    """Give the tests and the processes they start another home, and watch their accesses."""
     own = session.config._tmp_path_factory.getbasetemp()
-    for name, place in CACHES.items():
-        os.environ[name] = str(own / "home" / place)
+    for name, folder in CACHES.items():
+        os.environ[name] = str(own / "home" / folder)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own / "tmp")
     for folder in ("home", "tmp"):
         (own / folder).mkdir()
@@ -91,11 +91,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def _fail_for_looks(item: pytest.Item) -> Iterator[None]:
-    """The first test is also to blame for looks at the collection."""
+def _fail_for_accesses(item: pytest.Item) -> Iterator[None]:
+    """Fail a test for its accesses; the first test also for those of the collection."""
     yield
-    if told := _notes.new():
-        pytest.fail(told, pytrace=False)
+    if accesses := _notes.new():
+        pytest.fail(accesses, pytrace=False)
 
 
-pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _fail_for_looks
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _fail_for_accesses

@@ -1,7 +1,8 @@
 """Runs of another launcher that lose a rank: ``python -m support.lost_ranks SCENARIOS``.
 
-A scenario tells a method, which rank stops or kills itself, and when. All are played side by side,
-each in processes that end as a script of the user's does. Prints what became of each rank.
+A scenario names a method, the rank that stops or kills itself, and when. All scenarios run at the
+same time, each in processes that end like a user's script. Prints the exit code and the output of
+each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RANKS, STEPS, WAIT_S = 3, 60, 90.0
 
 
 def play(scenario: Mapping[str, Any], rank: int, port: int, log: Path) -> None:
-    """The script of a rank."""
+    """Run the script of a rank."""
     fd = os.open(log, os.O_CREAT | os.O_WRONLY)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -35,13 +36,13 @@ def play(scenario: Mapping[str, Any], rank: int, port: int, log: Path) -> None:
     if scenario.get("hosts"):
         liveness._host = lambda: f"host{rank}"
     strike(scenario, rank, "before")
-    meet = dist.init_process_group
+    init_process_group = dist.init_process_group
 
-    def meet_others(*args: Any, **how: Any) -> None:
+    def init_after_strike(*args: Any, **options: Any) -> None:
         strike(scenario, rank, "meeting")
-        meet(*args, **how)
+        init_process_group(*args, **options)
 
-    dist.init_process_group = meet_others
+    dist.init_process_group = init_after_strike
     with pl.init(strategy=scenario["strategy"], limits=pl.Limits(**scenario["limits"])) as worker:
         strike(scenario, rank, "start")
         net, sgd = set_up(worker)
@@ -59,7 +60,7 @@ def strike(scenario: Mapping[str, Any], rank: int, when: str) -> None:
 
 
 def watch(pids: list[int], spared: int) -> list[int | None]:
-    """The exit codes of all but one rank; None of one that does not end."""
+    """The exit codes of all ranks but ``spared``; None for a rank that does not end."""
     codes: dict[int, int] = {}
     until_s = time.monotonic() + WAIT_S
     while len(codes) < len(pids) - 1 and time.monotonic() < until_s:
@@ -90,12 +91,12 @@ def main(folder: Path) -> None:
                 play(scenario, rank, port, folder / f"{number}.{rank}")
                 return
             started[-1].append(pid)
-    told = []
+    outcomes = []
     for number, (scenario, pids) in enumerate(zip(scenarios, started, strict=True)):
         codes = watch(pids, scenario["rank"])
         logs = [(folder / f"{number}.{rank}").read_text() for rank in range(RANKS)]
-        told.append({"codes": codes, "logs": logs})
-    print(json.dumps(told))
+        outcomes.append({"codes": codes, "logs": logs})
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs for ranks: each is run on every transport, in real processes where there are any."""
+"""Programs for ranks: each runs on every transport, in real processes if it has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def vector(*values: float) -> torch.Tensor:
 
 
 def pause(comm: Comm) -> None:
-    """Let the others go on for a moment, on whatever clock there is."""
+    """Let the other ranks run for a moment, in virtual and in real time."""
     comm.compute(0.001)
     time.sleep(0.001)
 
@@ -44,20 +44,20 @@ def who_is_here(transport: Any, channel: Any, argument: Any) -> Any:
 def send_and_receive(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
     dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
-    got = []
+    received = []
     for dtype in dtypes:
         x = torch.arange(7).to(dtype).view(7, 1)
         if comm.rank == 0:
             comm.send(x, 1, tag=5)
         elif comm.rank == 1:
             y = comm.recv(x, 0, tag=5)
-            got.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
+            received.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
     comm.barrier()
-    return got
+    return received
 
 
 def order_and_tags(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 0 posts a, b with tag 1 and c with tag 2 in between; rank 1 takes tag 2 first."""
+    """Rank 0 posts twice with tag 1, then sends with tag 2; rank 1 receives tag 2 first."""
     comm = Comm(transport)
     if comm.rank == 0:
         comm.post(vector(1), 1, tag=1)
@@ -70,12 +70,12 @@ def order_and_tags(transport: Any, channel: Any, argument: Any) -> Any:
 
 
 def send_waits(transport: Any, channel: Any, argument: Any) -> Any:
-    """A send is done when it was taken, not before."""
+    """A send is done when its message was received, not before."""
     comm = Comm(transport)
     if comm.rank == 0:
         sending = transport.start_send(vector(1), 1, 0)
         before = sending.done()
-        comm.post(vector(0), 1, tag=9)  # only now may rank 1 take it
+        comm.post(vector(0), 1, tag=9)  # only now may rank 1 receive it
         sending.wait()
         return [before, sending.done()]
     comm.recv(vector(0), 0, tag=9)
@@ -88,8 +88,8 @@ def receive_from_all(transport: Any, channel: Any, argument: Any) -> Any:
         for number in range(3):
             comm.send(vector(comm.rank, number), 0)
         return None
-    got = [comm.recv_any(vector(0, 0)) for _ in range(3 * (comm.size - 1))]
-    return [[src, x.tolist()] for src, x in got]
+    received = [comm.recv_any(vector(0, 0)) for _ in range(3 * (comm.size - 1))]
+    return [[src, x.tolist()] for src, x in received]
 
 
 def ring(transport: Any, channel: Any, argument: Any) -> Any:
@@ -114,17 +114,17 @@ def post_and_poll(transport: Any, channel: Any, argument: Any) -> Any:
         return posted
     empty = comm.poll(vector(0), tag=3)
     comm.recv(vector(0), 0, tag=1)
-    taken = comm.poll(vector(0))
-    while len(taken) < 2:
+    polled = comm.poll(vector(0))
+    while len(polled) < 2:
         pause(comm)
-        taken += comm.poll(vector(0))
+        polled += comm.poll(vector(0))
     comm.send(vector(0), 0, tag=2)
     last = comm.recv(vector(0), 0)
-    return [empty, [[src, x.item()] for src, x in taken], last.item()]
+    return [empty, [[src, x.item()] for src, x in polled], last.item()]
 
 
 def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 0 publishes whole vectors of one number as fast as it can; the others read them."""
+    """Rank 0 publishes constant vectors as fast as it can; the others read them."""
     comm = Comm(transport)
     numel, count = argument["numel"], argument["count"]
     if comm.rank == 0:
@@ -136,11 +136,11 @@ def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
     comm.barrier()
     last, torn, backwards, wrong, reads = 0, 0, 0, 0, 0
     while last < count:
-        seen = comm.peek(0, torch.empty(numel))
-        if seen is None:
+        read = comm.peek(0, torch.empty(numel))
+        if read is None:
             pause(comm)
             continue
-        version, x = seen
+        version, x = read
         torn += int((x != x[0]).any())
         wrong += int(x[0].item() != version)
         backwards += version < last
@@ -180,14 +180,14 @@ def reduce_all(transport: Any, channel: Any, argument: Any) -> Any:
 def reduce_weighted(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
     some = vector(comm.rank, 1)
-    total = comm.all_reduce(some, weight=2 * comm.rank)  # rank 0 hands in nothing
+    total = comm.all_reduce(some, weight=2 * comm.rank)  # rank 0 contributes nothing
     none = vector(comm.rank)
     nobody = comm.all_reduce(none, weight=0)
     return [total, some.tolist(), nobody, none.item()]
 
 
 def reduce_in_rank_order(transport: Any, channel: Any, argument: Any) -> Any:
-    """Numbers whose sum depends on the order that they are added in."""
+    """Reduce numbers whose sum depends on the order of addition."""
     comm = Comm(transport)
     generator = torch.Generator().manual_seed(comm.rank)
     mine = torch.randn(argument["numel"], generator=generator) * 10.0 ** (comm.rank * 3)
@@ -216,22 +216,22 @@ def reduce_started(transport: Any, channel: Any, argument: Any) -> Any:
 
 def broadcast_all(transport: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(transport)
-    got = []
+    received = []
     for src in range(comm.size):
         x = torch.full((3, 2), float(comm.rank), dtype=torch.float64)
         comm.broadcast(x, src)
-        got.append(bool((x == src).all()))
-    return got
+        received.append(bool((x == src).all()))
+    return received
 
 
 def groups(transport: Any, channel: Any, argument: Any) -> Any:
-    """Even and odd ranks reduce apart, at the same time; then everyone together."""
+    """Even and odd ranks reduce separately at the same time; then all ranks together."""
     comm = Comm(transport)
     group = comm.group([rank for rank in range(comm.size) if rank % 2 == comm.rank % 2])
     x, alive = vector(comm.rank), list(group.alive())
     count = group.all_reduce(x)
-    neighbour = (group.rank + 1) % group.size
-    y = group.exchange(vector(comm.rank), neighbour, (group.rank - 1) % group.size)
+    neighbor = (group.rank + 1) % group.size
+    y = group.exchange(vector(comm.rank), neighbor, (group.rank - 1) % group.size)
     z = vector(1)
     comm.all_reduce(z)
     return [group.rank, group.size, alive, count, x.item(), y.item(), z.item()]
@@ -264,7 +264,7 @@ def mismatched_collective(transport: Any, channel: Any, argument: Any) -> Any:
 
 
 def retire_one_by_one(transport: Any, channel: Any, argument: Any) -> Any:
-    """Who has come to the end of its data is seen by all, and is still a member."""
+    """All ranks see that a worker has retired; it is still a member."""
     comm = Comm(transport)
     before = sorted(comm.retired())
     comm.barrier()
@@ -289,28 +289,28 @@ def tickets(transport: Any, channel: Any, argument: Any) -> Any:
 
 
 def server_and_leavers(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 0 serves until every other rank has left; what was left for it is not lost."""
+    """Rank 0 serves until every other rank has left; their messages are not lost."""
     comm = Comm(transport)
     if comm.rank:
         comm.post(vector(comm.rank), 0)
         return None
-    got = []
+    received = []
     try:
         while True:
-            got.append(comm.recv_any(vector(0))[1].item())
+            received.append(comm.recv_any(vector(0))[1].item())
     except PeersGone:
         pass
-    silent = comm.post(vector(0), 1)
-    unseen = comm.peek(1)
+    posted = comm.post(vector(0), 1)
+    window = comm.peek(1)
     try:
         comm.recv(vector(0), 1)
     except PeerLost as lost:
-        return [sorted(got), silent, unseen, list(comm.alive()), list(lost.ranks), lost.reason]
+        return [sorted(received), posted, window, list(comm.alive()), list(lost.ranks), lost.reason]
     return None
 
 
 def messages_and_losses(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 1 leaves, rank 2 dies or leaves, rank 3 stays until told; each posts before it goes."""
+    """Rank 1 leaves, rank 2 dies or leaves, rank 3 stays until rank 0 says so; each posts first."""
     comm = Comm(transport)
     comm.barrier()
     if comm.rank == 3:
@@ -339,7 +339,7 @@ def time_passes(transport: Any, channel: Any, argument: Any) -> Any:
 
 
 def lose_one(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 2 dies or freezes; the others wait for it in one operation or another."""
+    """Rank 2 dies or freezes while the others wait for it in an operation."""
     comm = Comm(transport)
     comm.barrier()
     if comm.rank == 2:
@@ -355,13 +355,13 @@ def lose_one(transport: Any, channel: Any, argument: Any) -> Any:
             comm.broadcast(vector(1), 2)
     except PeerLost as lost:
         alive = list(comm.alive())
-        told = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
-        channel.send({**told, "alive": alive})
+        message = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
+        channel.send({**message, "alive": alive})
         raise
 
 
 def arrive_then_die(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 2 arrives at an all-reduce and dies: whoever sees a sum sees the same one."""
+    """Rank 2 starts an all-reduce and dies: all ranks that get a sum get the same sum."""
     comm = Comm(transport)
     comm.barrier()
     x = vector(comm.rank + 1)
@@ -378,7 +378,7 @@ def arrive_then_die(transport: Any, channel: Any, argument: Any) -> Any:
 
 
 def wait_too_long(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 1 is alive and never comes; rank 0 gives up, then lets it go."""
+    """Rank 1 is alive and never sends; rank 0 times out, then lets it finish."""
     comm = Comm(transport)
     if comm.rank == 1:
         while not comm.poll(vector(0), tag=1):

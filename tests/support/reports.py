@@ -1,4 +1,4 @@
-"""Made-up runs to write reports about: no training, so that a report costs nothing."""
+"""Made-up runs to report on, without training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ MADE = {"versions": {"paceline": "0", "torch": "1"}, "platform": "a test", "git_
 CLUSTER = {"name": "lab", "about": "two desks", "network": {"latency_s": 5e-5, "bytes_per_s": 1e8}}
 
 
-def result(method="allreduce", workers=4, seed=0, *, stepper=1.0, evaluations=6, top=0.9, **more):
-    """A run that comes closer to ``top`` with each evaluation, one every ``pace`` seconds."""
+def result(
+    method="allreduce", workers=4, seed=0, *, evaluation_s=1.0, evaluations=6, top=0.9, **more
+):
+    """A run that approaches ``top`` with each evaluation, one every ``evaluation_s`` seconds."""
     metrics = [
         {
-            "t": 1.0 + stepper * (i + 1),
+            "t": 1.0 + evaluation_s * (i + 1),
             "rank": 0,
             "step": 10 * i,
             "samples": 100 * (i + 1),
@@ -36,7 +38,7 @@ def result(method="allreduce", workers=4, seed=0, *, stepper=1.0, evaluations=6,
         "accuracy": metrics[-1]["accuracy"] if metrics else None,
         "seconds": 3.0,
         "startup_seconds": 1.0,
-        "virtual_seconds": stepper * evaluations,
+        "virtual_seconds": evaluation_s * evaluations,
         "bytes_sent": 5_000_000 * evaluations,
         "wire_bytes": 1,
         "wait_share": 0.25,

@@ -1,4 +1,4 @@
-"""What other tools read of a result."""
+"""The keys of a result that other tools read."""
 
 RESULT_KEYS = [
     "strategy",

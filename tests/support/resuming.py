@@ -1,4 +1,4 @@
-"""Runs that are broken off and taken up again, compared with ones that were not."""
+"""Runs that are interrupted and resumed, to compare with runs that are not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import paceline as pl
 SAMPLES, WIDTH = 60, 5
 
 
-class BrokenOff(Exception):
-    """What ends a run in its middle."""
+class Interrupted(Exception):
+    """Ends a run before its end."""
 
 
 def pairs() -> TensorDataset:
@@ -34,7 +34,7 @@ def network() -> nn.Module:
 
 
 def train(worker: pl.Worker, epochs: int = 4, pause_s: float = 0.0) -> None:
-    """A loop with all that has a state: momentum, a scheduler, statistics and random numbers."""
+    """A loop with every kind of state: momentum, a scheduler, statistics and random numbers."""
     net = network()
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5))
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 7, gamma=0.8)
@@ -55,7 +55,7 @@ def train(worker: pl.Worker, epochs: int = 4, pause_s: float = 0.0) -> None:
 
 
 class Interruptible:
-    """A training function that breaks off at a step of its first worker, when it is told to."""
+    """A training function that raises at the step ``at`` of worker 0, if that is set."""
 
     def __init__(self, body: Any = train) -> None:
         self._body, self.at, self.ends = body, None, {}
@@ -72,7 +72,7 @@ class Interruptible:
         def watch(loader):
             for batch in loader:
                 if worker.rank == 0 and not worker.catching_up and worker.steps == self.at:
-                    raise BrokenOff
+                    raise Interrupted
                 yield batch
 
         class Watched:
@@ -82,20 +82,20 @@ class Interruptible:
             def __iter__(self):
                 return watch(self.loader)
 
-        return lambda loader, **how: Watched(setup(loader, **how))
+        return lambda loader, **options: Watched(setup(loader, **options))
 
-    def run(self, out: Any, at: int | None = None, **how: Any) -> pl.Result | None:
-        """Simulate; None when it broke off."""
+    def run(self, out: Any, at: int | None = None, **options: Any) -> pl.Result | None:
+        """Simulate; return None if the run was interrupted."""
         self.at, self.ends = at, {}
         try:
-            return pl.simulate(self, out=out, **how)
+            return pl.simulate(self, out=out, **options)
         except pl.WorkerFailed as error:
-            assert BrokenOff.__name__ in error.summary, error
+            assert Interrupted.__name__ in error.summary, error
             return None
 
 
 def same_models(one: dict[int, dict[str, Tensor]], other: dict[int, dict[str, Tensor]]) -> bool:
-    """Whether each worker has the same bits in both."""
+    """Whether each worker has bit-equal models in both."""
     if one.keys() != other.keys():
         return False
     return all(
@@ -105,11 +105,11 @@ def same_models(one: dict[int, dict[str, Tensor]], other: dict[int, dict[str, Te
 
 PAUSE_S = 0.01
 HOW: dict[str, Any] = {"workers": 3, "seed": 2, "checkpoint_steps": 3}
-"""How real runs are launched that are killed."""
+"""The options of real runs that are killed."""
 
 
 def train_until_all_are_here(worker: pl.Worker) -> None:
-    """Train for some epochs; where the environment says so, until no worker is missing."""
+    """Train for some epochs; if the environment asks for it, until no worker is missing."""
     net = network()
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
     loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, shuffle=True))
@@ -127,6 +127,6 @@ WAITS = "PACELINE_TEST_WAITS"
 
 
 def launch(strategy: str, out: str, resume: bool) -> pl.Result:
-    """Launch a run that takes a while; ``python -c`` calls it, too."""
+    """Launch a run that takes a while; also called by ``python -c``."""
     arguments = {"pause_s": PAUSE_S}
     return pl.launch(train, strategy=strategy, out=out, resume=resume, arguments=arguments, **HOW)

@@ -1,4 +1,4 @@
-"""Trainings for real processes, and what can be seen of processes from outside."""
+"""Trainings for real processes, and functions that inspect processes from outside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_net() -> nn.Module:
 
 
 def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
-    """With momentum and dropout; of 77 samples four workers have a short last batch."""
+    """Train with momentum and dropout; with 77 samples four workers have a short last batch."""
     data = torch.Generator().manual_seed(5)
     x, y = torch.randn(samples, 6, generator=data), torch.randint(3, (samples,), generator=data)
     net = new_net()
@@ -51,7 +51,7 @@ def train(worker: pl.Worker, samples: int = 77, epochs: int = 2) -> None:
 
 
 def fill_disk_under(path: Path) -> None:
-    """Have this process find the disk full when it writes on to a file that it has open."""
+    """Replace an open file of this process by a full disk: later writes to it fail."""
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if os.readlink(fd) == str(path.resolve()):
@@ -61,14 +61,14 @@ def fill_disk_under(path: Path) -> None:
 
 
 def train_on_full_disk(worker: pl.Worker, out: str) -> None:
-    """The traces of all ranks find the disk full."""
+    """Train while the disk is full for the traces of all ranks."""
     for path in Path(out).glob("trace*.jsonl"):
         fill_disk_under(path)
     train(worker)
 
 
 def train_where_model_cannot_be(worker: pl.Worker, out: str) -> None:
-    """A folder stands where the model is to be written."""
+    """Train while a folder has the name of the model's file."""
     (Path(out) / "model.safetensors" / "in the way").mkdir(parents=True, exist_ok=True)
     train(worker)
 
@@ -84,10 +84,12 @@ def train_through_losses(
     stop_until_lost: bool = False,
     thaws: bool = False,
 ) -> None:
-    """Log who took which samples; wait, if asked to, for a loss, or go on until one has come again.
+    """Log which samples each worker took, while the rank ``whose`` is lost.
 
-    With a folder for ``pids``, rank 0 kills that rank at its own fourth step, or stops it until the
-    others have left it behind; or it only ``thaws`` it then.
+    With ``until_lost``, every worker waits at its fourth step until that rank is lost; with
+    ``until_life``, training goes on until the rank is a member in that incarnation. With a folder
+    for ``pids``, rank 0 kills the rank at its own fourth step, or stops it until the others have
+    left it behind; with ``thaws``, rank 0 only continues the rank once it is lost.
     """
     if pids is not None:
         Path(pids, str(worker.rank)).write_text(str(os.getpid()))
@@ -106,7 +108,7 @@ def train_through_losses(
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
             while until_lost and steps == 4 and whose not in worker._session.world.lost():
-                time.sleep(0.001)  # so that the epoch lasts until then
+                time.sleep(0.001)  # the epoch must last until then
             if pids is not None and worker.rank == 0:
                 pid = int(Path(pids, str(whose)).read_text())
                 if steps == 4 and not thaws:
@@ -114,7 +116,7 @@ def train_through_losses(
                     while stop_until_lost and whose not in worker._session.world.lost():
                         time.sleep(0.001)
                 if (thaws or stop_until_lost) and whose in worker._session.world.lost():
-                    with suppress(ProcessLookupError):  # if the launcher was faster
+                    with suppress(ProcessLookupError):  # the launcher may have ended it
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
     worker.finish()
@@ -123,7 +125,7 @@ def train_through_losses(
 
 
 def train_with_looks(worker: pl.Worker) -> None:
-    """Rank 0 looks at batches before each epoch; all log who took which samples."""
+    """Rank 0 peeks at batches before each epoch; all log which samples they took."""
     net = new_net()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
     data = TensorDataset(torch.arange(44), torch.ones(44, 6))
@@ -133,7 +135,7 @@ def train_with_looks(worker: pl.Worker) -> None:
             for number, _ in enumerate(batches):
                 if number == 1:
                     break
-        worker.comm.barrier()  # or the other may have taken all of an epoch before the look
+        worker.comm.barrier()  # otherwise rank 1 may take a whole epoch before rank 0 peeks
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()
@@ -142,12 +144,12 @@ def train_with_looks(worker: pl.Worker) -> None:
 
 
 def has_come(comm: pl.Comm, rank: int, life: int) -> bool:
-    """Whether ``rank`` is, or was, a member in this life; one that is about to join is none."""
+    """Whether ``rank`` is, or was, a member in this incarnation; not while it is joining."""
     return comm.life(rank) >= life and (rank in comm.alive() or rank in comm.left())
 
 
 def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
-    """What a launcher that only sets the standard variables makes of a script with ``init``."""
+    """Run a script with ``init`` under a launcher that sets only the standard variables."""
     os.environ |= {
         "RANK": str(transport.rank),
         "WORLD_SIZE": str(transport.size),
@@ -160,7 +162,7 @@ def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any])
 
 
 def train_by_variables(transport: Any, channel: Any, argument: dict[str, Any]) -> list[int]:
-    """What a launcher makes of a script with ``init`` that sets just these variables."""
+    """Run a script with ``init`` under a launcher that sets only these variables."""
     for name, text in argument["variables"].items():
         os.environ[name] = text.format(rank=transport.rank, job=argument["job"])
     with pl.init(seed=argument["seed"], rank_order=True, out=argument["out"]) as worker:
@@ -169,7 +171,7 @@ def train_by_variables(transport: Any, channel: Any, argument: dict[str, Any]) -
 
 
 def by_environment(transport: Any, argument: dict[str, Any]) -> None:
-    """Make this rank one that another launcher has started; ``port`` is where they meet."""
+    """Set the environment of a rank of another launcher; the ranks rendezvous at ``port``."""
     os.environ |= {
         "RANK": str(transport.rank),
         "WORLD_SIZE": str(transport.size),
@@ -178,22 +180,22 @@ def by_environment(transport: Any, argument: dict[str, Any]) -> None:
 
 
 def serve_one_worker(transport: Any, channel: Any, argument: dict[str, Any]) -> list[Any]:
-    """Two processes of a launcher, with one method after the other: a worker, and who serves it."""
-    told: list[Any] = []
+    """Run one method after the other in two processes of a launcher: a worker and its server."""
+    ends: list[Any] = []
     for number, strategy in enumerate(argument["strategies"]):
         by_environment(transport, {"port": argument["ports"][number]})
         out = os.path.join(argument["out"], str(number))
         try:
             with pl.init(strategy=strategy, seed=argument["seed"], out=out) as worker:
                 train(worker)
-            told.append([worker.steps, worker._session.meter.bytes_sent])
+            ends.append([worker.steps, worker._session.meter.bytes_sent])
         except SystemExit as end:
-            told.append(f"ended with {end.code}")
-    return told
+            ends.append(f"ended with {end.code}")
+    return ends
 
 
 def differ_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
-    """Ranks whose seeds or versions may differ, each as its own argument says."""
+    """Set up a rank whose seed or version may differ from those of the others."""
     by_environment(transport, argument)
     agreement.__version__ = argument["version"]
     with pl.init(seed=argument["seed"]) as worker:
@@ -201,7 +203,7 @@ def differ_by_environment(transport: Any, channel: Any, argument: dict[str, Any]
 
 
 def unpickled_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
-    """Everything from meeting the others to the end, with nothing that could read a pickle."""
+    """A whole run under another launcher, with pickle forbidden."""
     by_environment(transport, argument)
     forbid_pickle()
     with pl.init(strategy=argument["strategy"]) as worker:
@@ -209,7 +211,7 @@ def unpickled_by_environment(transport: Any, channel: Any, argument: dict[str, A
 
 
 def stop_at_step(worker: pl.Worker, step: int) -> None:
-    """Reduce a number, log the command line's arguments, train until rank 1 stops all."""
+    """Reduce a number, log the command line's arguments, and train until rank 1 stops all."""
     net = new_net()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
     worker.log(mean=worker.reduce(worker.rank), arguments=" ".join(sys.argv[1:]))
@@ -229,7 +231,7 @@ def train_unpickled(worker: pl.Worker) -> None:
 
 
 def forbid_pickle() -> None:
-    """Have every way to write or read a pickle raise, in this process."""
+    """Make every function that writes or reads a pickle raise an error in this process."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something is pickled")
@@ -241,20 +243,20 @@ def forbid_pickle() -> None:
 
 def sockets_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> list[Any]:
     by_environment(transport, argument)
-    told: list[Any] = []
-    with pl.init(on_metric=told.append) as worker:
+    metrics: list[Any] = []
+    with pl.init(on_metric=metrics.append) as worker:
         log_sockets(worker)
-    return told
+    return metrics
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """A free port on the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def train_with_wrong_clock(worker: pl.Worker) -> None:
-    """Whatever asks the wall's clock is an hour late, then early, then late again."""
+    """Train while the wall clock jumps an hour ahead and an hour back."""
     right, shifts = time.time, itertools.cycle([3600.0, -3600.0])
     time.time = lambda: right() + next(shifts)  # for this process
     train(worker)
@@ -280,7 +282,7 @@ def raise_on_one(worker: pl.Worker, rank: int) -> None:
 
 
 def stop_the_fork_server(worker: pl.Worker, how: str) -> None:
-    """The first rank stops it, and all end in the same way, or the first one does."""
+    """Rank 0 stops the fork server; then all ranks raise, or rank 0 is killed."""
     net, sgd = set_up(worker)
     step(net, sgd)
     if worker.rank == 0:
@@ -294,8 +296,8 @@ def stop_the_fork_server(worker: pl.Worker, how: str) -> None:
 
 
 def train_until_told(worker: pl.Worker, folder: str) -> None:
-    """Train until there is a file ``over``; after the first step, put the pid into the folder."""
-    over, told = Path(folder, "over"), False
+    """Train until a file ``over`` exists; write the pid into the folder after the first step."""
+    over, announced = Path(folder, "over"), False
     net, sgd = set_up(worker)
     values = torch.randn(256, 3, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(values[:, :2], values[:, 2:])
@@ -305,14 +307,14 @@ def train_until_told(worker: pl.Worker, folder: str) -> None:
             sgd.zero_grad()
             (0.1 * (net(inputs) - targets)).square().mean().backward()
             sgd.step()
-            if not told:
-                told = Path(folder, f"{worker.rank}.pid").write_text(str(os.getpid())) > 0
+            if not announced:
+                announced = Path(folder, f"{worker.rank}.pid").write_text(str(os.getpid())) > 0
             if over.exists():
                 worker.stop_all()
 
 
 def await_pids(folder: Path, workers: int) -> list[int]:
-    """The pids of the workers of :func:`train_until_told`, once all have them written."""
+    """The pids of the workers of :func:`train_until_told`, once all have written them."""
     paths = [folder / f"{rank}.pid" for rank in range(workers)]
     while not all(path.exists() and path.read_text() for path in paths):
         time.sleep(0.001)
@@ -328,24 +330,24 @@ def log_surroundings(worker: pl.Worker) -> None:
 
 
 def log_long_texts_between_signals(worker: pl.Worker, lengths: list[int], raises: bool) -> None:
-    """With an alarm that goes on all the time, and whose handler may end the training."""
+    """Log long texts while alarms interrupt the process; their handler may end the training."""
 
     def ring(number: int, frame: Any) -> None:
-        if raises and len(told) > 1:
+        if raises and len(logged) > 1:
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            raise TimeoutError(f"{worker.rank} has told {len(told)}" + "!" * 100_000)
+            raise TimeoutError(f"{worker.rank} has logged {len(logged)}" + "!" * 100_000)
 
-    told: list[int] = []
+    logged: list[int] = []
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 2e-4, 2e-4)
     for length in lengths:
-        told.append(length)
+        logged.append(length)
         worker.log(text="x" * length)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def log_sockets(worker: pl.Worker) -> None:
-    """In the middle of a run: the TCP sockets of this rank, and where it and the others listen."""
+    """Log, during a run, this rank's TCP sockets and the addresses at which all ranks listen."""
     net, sgd = set_up(worker)
     step(net, sgd)
     worker.comm.barrier()
@@ -358,16 +360,16 @@ def log_sockets(worker: pl.Worker) -> None:
 
 
 def leave_in_turn(transport: Any, channel: Any, argument: dict[str, Any]) -> bool:
-    """Each rank leaves when those before it have; then it stays until all have, or it is late."""
+    """Each rank leaves after those before it; then waits until all have left, up to 20 s."""
     while any(rank in transport.alive() for rank in range(transport.rank)):
         time.sleep(0.001)
     transport.close()
     folder = Path(argument["folder"])
     (folder / str(transport.rank)).touch()
-    late_s = time.monotonic() + 20
-    while len(list(folder.iterdir())) < transport.size and time.monotonic() < late_s:
+    deadline_s = time.monotonic() + 20
+    while len(list(folder.iterdir())) < transport.size and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    return time.monotonic() < late_s
+    return time.monotonic() < deadline_s
 
 
 # Faults ------------------------------------------------------------------------------------------
@@ -378,7 +380,7 @@ def lose(how: str) -> None:
 
 
 def train_until_lost(worker: pl.Worker, rank: int, how: str, when: str = "step") -> None:
-    """One rank is lost: at the ``start``, in a ``step``, at their ``end``, or ``after`` it all."""
+    """Train while a rank is lost: at the ``start``, in a ``step``, at the ``end`` or ``after``."""
     worker.log(pid=os.getpid())
     if (worker.rank, when) == (rank, "start"):
         lose(how)
@@ -396,7 +398,7 @@ def train_until_lost(worker: pl.Worker, rank: int, how: str, when: str = "step")
 
 @dataclass(kw_only=True)
 class DiesInSetup(AllReduce):
-    """Rank 1 dies in ``worker.setup``, between the copying of parameters and the rest."""
+    """Rank 1 dies in ``worker.setup``, after the parameters were copied."""
 
     def setup(self, x: torch.Tensor) -> None:
         super().setup(x)
@@ -405,13 +407,13 @@ class DiesInSetup(AllReduce):
 
 
 def be_busy(worker: pl.Worker, seconds: float) -> None:
-    """Three ranks are busy in three ways, each for so long; the last one waits for them."""
+    """Three ranks are busy in three ways for some seconds; rank 3 waits for them."""
     net, sgd = set_up(worker)
     step(net, sgd)
     if worker.rank == 0:
         time.sleep(seconds)
     elif worker.rank == 1:
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # one call that keeps the interpreter's lock
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # one call that holds the interpreter's lock
     elif worker.rank == 2:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
@@ -420,7 +422,7 @@ def be_busy(worker: pl.Worker, seconds: float) -> None:
 
 
 def stop_and_go_on(worker: pl.Worker, seconds: float) -> None:
-    """Rank 1 stops; rank 0 has it go on after so long, while rank 2 waits for both."""
+    """Rank 1 stops itself; rank 0 continues it after some seconds, while rank 2 waits for both."""
     net, sgd = set_up(worker)
     pids = torch.zeros(worker.size, dtype=torch.int64)
     pids[worker.rank] = os.getpid()
@@ -436,7 +438,7 @@ def stop_and_go_on(worker: pl.Worker, seconds: float) -> None:
 
 
 def wait_forever(worker: pl.Worker) -> None:
-    """Rank 0 keeps the interpreter's lock, rank 1 sleeps, and the rest wait for them."""
+    """Rank 0 holds the interpreter's lock, rank 1 sleeps, and the others wait for them."""
     net, sgd = set_up(worker)
     worker.log(pid=os.getpid(), fork_server=os.getppid())
     if worker.rank == 0:
@@ -450,17 +452,17 @@ def wait_forever(worker: pl.Worker) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For another Python that imports what this one can."""
+    """The environment for another Python that can import the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
-# What can be seen of processes -------------------------------------------------------------------
+# Inspecting processes ----------------------------------------------------------------------------
 
 LISTEN = "0A"
 
 
 def state_of(pid: int) -> str | None:
-    """One letter, as ps shows it; None of a process that is gone."""
+    """The state of a process as one letter, as in ps; None if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
@@ -468,13 +470,13 @@ def state_of(pid: int) -> str | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, those included that nobody has waited for."""
+    """The children of a process, including zombies."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for children in lists for child in children.read_text().split()]
 
 
 def fork_servers() -> list[int]:
-    """The processes that this one starts ranks from."""
+    """The fork servers of this process."""
     return [
         pid
         for pid in children_of(os.getpid())
@@ -483,29 +485,29 @@ def fork_servers() -> list[int]:
 
 
 def ranks_left() -> list[int]:
-    """The ranks of this process's runs that have not ended."""
+    """The ranks of this process's runs that still exist."""
     return [rank for fork_server in fork_servers() for rank in children_of(fork_server)]
 
 
 def tcp_sockets(pid: int) -> list[tuple[str, str]]:
     """State and local address of each TCP socket that a process holds."""
-    held = set()
+    open_files = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            held.add(os.readlink(fd))
+            open_files.add(os.readlink(fd))
         except FileNotFoundError:
             continue
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if f"socket:[{rest[5]}]" in held:
+            if f"socket:[{rest[5]}]" in open_files:
                 found.append((state, _address(local.split(":")[0])))
     return found
 
 
 def _address(text: str) -> str:
-    """An address as /proc/net shows it: words of four bytes, each in the machine's order."""
+    """Parse an address of /proc/net: words of four bytes, each in the machine's byte order."""
     words = bytes.fromhex(text)
     packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

@@ -1,4 +1,4 @@
-"""Small trainings in float64 whose every gradient is known, and oracles to compare them with."""
+"""Small trainings in float64 with known gradients, and oracles to compare them with."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Problem:
         return x, y
 
     def samples(self, rank: int, step: int) -> int:
-        """How many samples a batch has."""
+        """The number of samples in a batch."""
         return 1 + (7 * rank + 3 * step + self.seed) % self.batch if self.ragged else self.batch
 
     def mean(self, values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
-        """The mean by samples."""
+        """The mean, weighted by samples."""
         weighted = [n * v for n, v in zip(samples, values, strict=True)]
         return sum(weighted[1:], start=weighted[0]) / sum(samples)
 
@@ -64,9 +64,9 @@ class Problem:
         return nn.functional.mse_loss(net(x), y)
 
     def run(
-        self, strategy: Any, workers: int, steps: Callable[[int], int] | None = None, **how: Any
+        self, strategy: Any, workers: int, steps: Callable[[int], int] | None = None, **options: Any
     ):
-        """Train under a strategy on virtual workers: the final parameters of each."""
+        """Train with a strategy on simulated workers; return the final models and the result."""
         ends: dict[int, Tensor] = {}
 
         def train(worker: pl.Worker) -> None:
@@ -77,7 +77,7 @@ class Problem:
             for step in range(steps(worker.rank) if steps else self.steps):
                 paced.zero_grad()
                 self.loss(net, worker.rank, step).backward()
-                if self.ragged:  # as a loader would tell
+                if self.ragged:  # as a loader would do
                     worker._session.stepper.drew(self.samples(worker.rank, step), self.batch)
                 paced.step()
                 if scheduler is not None:
@@ -86,12 +86,12 @@ class Problem:
             worker.finish()
             ends[worker.rank] = flat(net)
 
-        how.setdefault("cluster", "ideal")
-        result = pl.simulate(train, workers=workers, strategy=strategy, **how)
+        options.setdefault("cluster", "ideal")
+        result = pl.simulate(train, workers=workers, strategy=strategy, **options)
         return [ends[rank] for rank in sorted(ends)], result
 
     def run_alone(self) -> Tensor:
-        """The same with the plain optimizer and no Paceline."""
+        """Train with the plain optimizer, without Paceline."""
         net = self.model()
         optimizer = self.optimizer(net.parameters())
         scheduler = self.schedule(optimizer) if self.schedule else None
@@ -105,9 +105,10 @@ class Problem:
 
 
 def beat(*slowness: float) -> Cluster:
-    """A cluster on which nothing but steps takes time: as many seconds as each rank's slowness.
+    """A cluster on which only steps take time: as many seconds as each rank's slowness.
 
-    Without one all take a second, and a little more by rank: in each round ranks come in order.
+    By default a step takes a second and a little more with each rank: in each round the ranks
+    finish in order.
     """
     factors = slowness or tuple(1 + 1e-6 * rank for rank in range(64))
     return Cluster(compute=Compute(step_s=1.0, factors=factors))

@@ -1,4 +1,4 @@
-"""Run a program on every rank of any world, and see what came of it."""
+"""Run a program on every rank of any world, and return its outcome."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ on_both = pytest.mark.parametrize(
 
 
 @dataclass
-class Outcome:
-    """What ranks returned, what they told on the way, and the error that ended the run."""
+class ProgramOutcome:
+    """What ranks returned, the messages they sent, and the error that ended the run."""
 
     returned: list[Any] = field(default_factory=list)
-    told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    messages: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def values(self) -> list[Any]:
-        """What each rank returned; raises what ended the run instead."""
+        """What each rank returned; raises the error that ended the run, if any."""
         if self.error is not None:
             raise self.error
         return self.returned
@@ -46,10 +46,10 @@ class Outcome:
 @dataclass
 class _Channel:
     rank: int
-    told: list[tuple[int, dict[str, Any]]]
+    messages: list[tuple[int, dict[str, Any]]]
 
     def send(self, message: dict[str, Any]) -> None:
-        self.told.append((self.rank, message))
+        self.messages.append((self.rank, message))
 
 
 def run_program(
@@ -61,9 +61,9 @@ def run_program(
     faults: Sequence[Fault] = (),
     cluster: str = "ethernet-1g",
     **argument: Any,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run ``program(transport, channel, argument)`` on ``size`` ranks of a world."""
-    outcome = Outcome()
+    outcome = ProgramOutcome()
     try:
         if transport == "simulated":
             _simulate(outcome, program, size, limits, faults, cluster, argument)
@@ -73,7 +73,7 @@ def run_program(
                 [argument] * size,
                 transport=transport,
                 limits=limits,
-                on_message=lambda rank, message: outcome.told.append((rank, message)),
+                on_message=lambda rank, message: outcome.messages.append((rank, message)),
             )
     except Exception as error:
         outcome.error = error
@@ -81,7 +81,7 @@ def run_program(
 
 
 def _simulate(
-    outcome: Outcome,
+    outcome: ProgramOutcome,
     program: Callable[..., Any],
     size: int,
     limits: Limits | None,
@@ -90,11 +90,10 @@ def _simulate(
     argument: dict[str, Any],
 ) -> None:
     values: dict[int, Any] = {}
-    place = load_cluster(cluster)
-    world = World(place, size, seed=0, limits=limits or Limits(), faults=faults)
+    world = World(load_cluster(cluster), size, seed=0, limits=limits or Limits(), faults=faults)
 
     def body(transport: SimulatedTransport) -> None:
-        channel = _Channel(transport.rank, outcome.told)
+        channel = _Channel(transport.rank, outcome.messages)
         values[transport.rank] = program(transport, channel, argument)
 
     world.run(body)

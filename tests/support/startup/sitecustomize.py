@@ -1,4 +1,4 @@
-"""Every Python that a test starts loads this first: what it looks at is the test's doing."""
+"""Every Python that a test starts loads this first: its accesses count as the test's."""
 
 import outside
 
