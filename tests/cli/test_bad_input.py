@@ -21,7 +21,7 @@ CASES = {
     "compare --seeds many": "seeds (many) must be a whole number",
     "compare --seeds 0": "seeds (0) must be at least 1",
     "compare --seeds 0,-1": "seed (-1) must be from 0 to",
-    "compare --seeds 0,1 --seed 4": "seed (4) must not be given beside a list of seeds (0,1)",
+    "compare --seeds 0,1 --seed 4": "seed (4) must not be given together with a list of seeds (0,1)",
     "report nothere": "folder (nothere) must be one that paceline compare, run or sim has written",
     "run --lr -0.1": "lr (-0.1) must be above 0",
     "run --lr nan": "lr (nan) must be above 0",

@@ -201,7 +201,7 @@ def test_a_script_that_cannot_be_loaded_shows_why(world, paceline, tmp_path):
 @pytest.mark.parametrize("world", ["run", "sim"])
 def test_a_run_that_diverges_says_so(world, paceline):
     told = paceline(world, "-s", "gossip", "-w", 2, "--epochs", 1, "--lr", 1e9, "-q", code=1)
-    assert "training broke off" in told.err and "a smaller learning rate may help" in told.err
+    assert "training ended early" in told.err and "a smaller learning rate may help" in told.err
 
 
 def test_a_lost_worker_ends_with_exit_code_3(outcome, tmp_path):

@@ -67,7 +67,7 @@ def test_what_was_made_is_found_again(outcome, paceline, tmp_path, monkeypatch):
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "c/trials").iterdir()}
     line = ["compare", "mine.py", "-s", "allreduce,sasgd(interval=2)", "-w", "2,3", "-c", "wan"]
     done = paceline(*line, "--target", 0.5, "--out", "c", "--seeds", "0,1,2")
-    assert "12 simulations, 8 of them found in c" in done.out
+    assert "12 simulations, 8 already in c" in done.out
     assert {p: p.stat().st_mtime_ns for p in files} == files
     again = compared(outcome, "--seeds", "0,1")
     assert again == first
@@ -85,7 +85,7 @@ def test_the_screen_shows_progress_means_and_a_verdict(paceline, tmp_path, monke
     line = ["compare", "mine.py", "-s", "allreduce,sasgd", "-w", 2, "-c", "wan", "--seeds", 3]
     done = paceline(*line, "--target", 0.5)
     lines = done.out.splitlines()
-    assert lines[0].startswith("6 simulations, 0 of them found in runs/")
+    assert lines[0].startswith("6 simulations, 0 already in runs/")
     assert sum(line.startswith(f"[{i}/6] ") for i, line in enumerate(lines[1:7], 1)) == 6
     assert "Means over 3 seeds" in done.out
     assert "2 workers on wan: sasgd reached accuracy 0.5 first" in done.out
@@ -123,7 +123,7 @@ def test_real_runs_are_compared_and_found_again(outcome, paceline, tmp_path):
     assert "real processes (shared_memory)" in Path(told["report"]).read_text()
     assert (tmp_path / "r/02/trace.jsonl").exists()
     done = paceline(*line, "--out", "r")
-    assert "2 runs, 2 of them found in r" in done.out and "[1/2]" not in done.out
+    assert "2 runs, 2 already in r" in done.out and "[1/2]" not in done.out
 
 
 def test_a_report_is_built_anew_with_another_target(outcome, tmp_path):
@@ -155,4 +155,4 @@ def test_a_folder_that_is_no_run_is_refused(outcome, tmp_path):
     assert "folder (empty) must be one that paceline compare, run or sim has written" in str(told)
     outcome("sim", "--steps", 1, "-w", 2, "--model", "mlp", "--out", "s")
     told = outcome("report", "s", "--out", "nowhere/r.html", code=2)
-    assert "out (nowhere/r.html) must be a file that can be written" in told["error"]
+    assert "out (nowhere/r.html) must be a writable file" in told["error"]

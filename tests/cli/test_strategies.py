@@ -121,7 +121,7 @@ def test_the_list_shows_names_summaries_and_options(paceline):
     names = [line.split()[0] for line in lines[:-2] if not line.startswith(" ")]
     assert names == list(STRATEGIES)
     assert max(map(len, lines)) <= 80 and "``" not in "".join(lines)
-    assert lines[-1] == "paceline strategies NAME explains one of them."
+    assert lines[-1] == "paceline strategies NAME explains one method."
     after = lines[lines.index(next(line for line in lines if line.startswith("hierarchical"))) :]
     together = " ".join(" ".join(after[:3]).split())
     assert together.startswith("hierarchical Hierarchical SASGD: groups average often, all workers")

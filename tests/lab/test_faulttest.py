@@ -158,7 +158,7 @@ def test_a_planted_bug_is_found(name):
 
 def test_the_command_prints_how_many_seeds_it_ran(paceline):
     printed = paceline("faulttest", "--method", "sasgd", "--seeds", 3)
-    assert "3 runs in" in printed.out and "seeds a second" in printed.out
+    assert "3 runs in" in printed.out and "seeds per second" in printed.out
 
 
 def test_the_command_replays_a_schedule(paceline):

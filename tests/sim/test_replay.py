@@ -460,7 +460,7 @@ def give_more_arguments(folder):
         (spoil_model, "model.safetensors cannot be read"),
         (forget_threads, "config.json: threads (None) must be of type int"),
         (list_config, "config.json cannot be read: it must be a JSON object"),
-        (give_more_arguments, "--no (such) cannot be passed on"),
+        (give_more_arguments, "--no (such) cannot be passed"),
     ],
     ids=["trace", "model", "threads", "list", "arguments"],
 )

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command that was typed, and end with its exit code."""
+    """Run the command line, and exit with its exit code."""
     if sys.platform == "win32":
         print("paceline: Windows is not supported; use WSL", file=sys.stderr)
         sys.exit(2)

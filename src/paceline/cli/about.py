@@ -1,7 +1,7 @@
-"""``paceline strategies``: the methods, from their own docstrings and fields.
+"""``paceline strategies``: explain the methods, from their docstrings and fields.
 
 A docstring is reStructuredText in paragraphs: a summary, the idea, a table of symbols, equations,
-then some that begin with their own heading, as ``Faults:`` does. They are shown without markup.
+then paragraphs that begin with a heading such as ``Faults:``. They are shown without markup.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.cli.screen import Screen
 from paceline.strategies import describe, strategy_class, strategy_names, without_markup
 
 NAMED = ("Args", "Example", "Faults", "Bytes", "When to use", "Reference")
-"""The headings that docstrings hold."""
+"""The headings that appear in docstrings."""
 SHOWN = ("Idea", "Symbols", "Equations", "Args", "Example", "Notes", *NAMED[2:])
 """All headings, in the order in which they are shown."""
-TOLD = ("Idea", "Equations", *NAMED[2:])
-"""Those that a program is told of, each as a text."""
+IN_JSON = ("Idea", "Equations", *NAMED[2:])
+"""The headings in the output of ``--json``, each as a text."""
 
 Parts = dict[str, list[str]]
 
-_AFTER = {
+_NEXT = {
     "": "Summary",
     "Summary": "Idea",
     "Symbols": "Equations",
@@ -33,20 +33,20 @@ _AFTER = {
     "Example": "Notes",
 }
 _TABLE = re.compile(r"=+( +=+)+\n")
-_MARK = re.compile(rf"\A(\.\. math::|({'|'.join(NAMED)}):(?=\s))")
-_LAID_OUT = (" ", "- ", "* ", ".. math::", "Example:")
-_LEAST, _NARROW, _MOST = 24, 60, 100
+_HEADING = re.compile(rf"\A(\.\. math::|({'|'.join(NAMED)}):(?=\s))")
+_PREFORMATTED = (" ", "- ", "* ", ".. math::", "Example:")
+_MIN_WIDTH, _NARROW_WIDTH, _MAX_WIDTH = 24, 60, 100
 _INDENT = "  "
 
 
 def show_strategies(screen: Screen) -> None:
-    """List every method with its one idea and its options."""
+    """List every method with its summary and options."""
     known = [describe(name) for name in strategy_names()]
     column, width = 2 + max(len(about["name"]) for about in known), _width()
     for about in known:
         screen.show("\n".join(_entry(about, column, width)))
     screen.show()
-    screen.show("\n".join(_wrap("paceline strategies NAME explains one of them.", width, "")))
+    screen.show("\n".join(_wrap("paceline strategies NAME explains one method.", width, "")))
     screen.emit({"strategies": known})
 
 
@@ -67,11 +67,11 @@ def _show_part(screen: Screen, title: str, lines: Iterator[str], width: int) -> 
     screen.show("\n".join([*_wrap(title, width, ""), *lines]))
 
 
-# What docstrings hold ----------------------------------------------------------------------------
+# Reading docstrings ------------------------------------------------------------------------------
 
 
 def parts_of(name: str) -> Parts:
-    """The paragraphs of a method's docstring, by the headings that they stand under."""
+    """The paragraphs of a method's docstring, by heading."""
     cls = strategy_class(name)
     parts: Parts = {}
     heading = ""
@@ -81,19 +81,19 @@ def parts_of(name: str) -> Parts:
     return {"Reference": [cls.paper], **parts} if cls.paper else parts
 
 
-def _heading(paragraph: str, before: str) -> str:
-    """The heading of a paragraph that comes after one under ``before``."""
+def _heading(paragraph: str, previous: str) -> str:
+    """The heading of a paragraph that follows one under the heading ``previous``."""
     if paragraph.startswith(" "):
-        return before
-    if (mark := _MARK.match(paragraph)) is not None:
-        return mark[2] or "Equations"
-    return "Symbols" if _TABLE.match(paragraph) else _AFTER.get(before, before)
+        return previous
+    if (match := _HEADING.match(paragraph)) is not None:
+        return match[2] or "Equations"
+    return "Symbols" if _TABLE.match(paragraph) else _NEXT.get(previous, previous)
 
 
 def _lines(paragraph: str) -> list[str]:
-    """A paragraph in one line; what is laid out in lines, in these."""
-    body = _MARK.sub("", paragraph)
-    if paragraph.startswith(_LAID_OUT):
+    """A paragraph as one line; if it is preformatted, as its own lines."""
+    body = _HEADING.sub("", paragraph)
+    if paragraph.startswith(_PREFORMATTED):
         return textwrap.dedent(body.strip("\n")).splitlines()
     text = without_markup(" ".join(body.split()))
     headed = body != paragraph and not body.strip().startswith("`")
@@ -101,7 +101,7 @@ def _lines(paragraph: str) -> list[str]:
 
 
 def _rows(table: str) -> list[tuple[str, str]]:
-    """The rows below the head of a table: all but its last column, and that."""
+    """The rows of a table below its header: all columns but the last, and the last."""
     rule, _, _, *lines = table.splitlines()
     last = rule.rindex(" ") + 1
     cells = [(line[:last], line[last:]) for line in lines if not line.startswith("=")]
@@ -109,12 +109,12 @@ def _rows(table: str) -> list[tuple[str, str]]:
 
 
 def _texts(parts: Parts) -> dict[str, str]:
-    """The parts for a program, paragraph by paragraph; what is not there is empty."""
+    """The parts for ``--json``; a missing part is empty."""
     return {
         heading.lower().replace(" ", "_"): "\n\n".join(
             "\n".join(_lines(paragraph)) for paragraph in parts.get(heading, [])
         )
-        for heading in TOLD
+        for heading in IN_JSON
     }
 
 
@@ -122,8 +122,8 @@ def _texts(parts: Parts) -> dict[str, str]:
 
 
 def _width() -> int:
-    """The terminal's width within reason; 80 where there is none."""
-    return min(max(shutil.get_terminal_size((80, 24)).columns, _LEAST), _MOST)
+    """The width of the terminal, within limits; 80 if there is none."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, _MIN_WIDTH), _MAX_WIDTH)
 
 
 def _wrap(text: str, width: int, indent: str = _INDENT, hang: int = 0) -> list[str]:
@@ -138,12 +138,12 @@ def _wrap(text: str, width: int, indent: str = _INDENT, hang: int = 0) -> list[s
 
 
 def _entry(about: dict[str, Any], column: int, width: int) -> list[str]:
-    """A method in the list: its name, beside or above its summary and options."""
+    """A method in the list: its name, and beside or below it the summary and options."""
     options = ", ".join(f"{o['name']}={_value(o['default'])}" for o in about["options"])
-    indent = _INDENT if width < _NARROW else " " * column
+    indent = _INDENT if width < _NARROW_WIDTH else " " * column
     lines = _wrap(about["summary"], width, indent)
     lines += _wrap(f"options: {options or 'none'}", width, indent, len("options: "))
-    if width < _NARROW:
+    if width < _NARROW_WIDTH:
         return [about["name"], *lines]
     return [f"{about['name']:<{column}}{lines[0].strip()}", *lines[1:]]
 
@@ -155,10 +155,10 @@ def _part(heading: str, paragraphs: Sequence[str], width: int) -> Iterator[str]:
             yield ""
         if _TABLE.match(paragraph):
             yield from _symbols(paragraph, width)
-        elif heading == "Example":  # code is left as it is
+        elif heading == "Example":  # code keeps its lines
             yield from (_INDENT + line for line in _lines(paragraph))
         else:
-            hang = 4 if paragraph.startswith(_LAID_OUT) else 0
+            hang = 4 if paragraph.startswith(_PREFORMATTED) else 0
             for line in _lines(paragraph):
                 deep = len(line) - len(line.lstrip())
                 yield from _wrap(line, width, hang=hang + deep)
@@ -186,7 +186,7 @@ def _options(options: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """A value as it is typed after ``name=``.
+    """A value as the user types it after ``name=``.
 
     >>> _value(None), _value(True), _value(0.5), _value("keep")
     ('none', 'true', '0.5', 'keep')

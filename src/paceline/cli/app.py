@@ -1,4 +1,4 @@
-"""The commands: each checks what was typed, runs, and shows what came of it."""
+"""The commands: each checks its options, runs, and shows the outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.cli.options import (
     TransportName,
     Workers,
     command,
-    refuse_beside,
+    refuse_together,
 )
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
@@ -41,7 +41,16 @@ if TYPE_CHECKING:
     from paceline.record.result import Result
 
 CLUSTER = "ethernet-10g"
-BESIDE_REPLAY = ("replay", "cluster", "as_model", "no_trace", "out", "json", "quiet", "verbose")
+ALLOWED_WITH_REPLAY = (
+    "replay",
+    "cluster",
+    "as_model",
+    "no_trace",
+    "out",
+    "json",
+    "quiet",
+    "verbose",
+)
 _STRATEGIES = f"Strategies: {', '.join(STRATEGIES)}; paceline strategies explains them."
 _CLUSTERS = f"{_STRATEGIES} Clusters: {', '.join(PRESETS)}, or the path of a TOML file."
 
@@ -52,11 +61,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Time Paceline beside its peers, in one run.", no_args_is_help=True)
+bench = typer.Typer(help="Time Paceline and its alternatives in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"paceline {__version__}")
         raise typer.Exit
@@ -66,7 +75,7 @@ def _say_version(asked: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        Option("--version", help="Say the version.", is_eager=True, callback=_say_version),
+        Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
     """Train PyTorch models on workers that need not march in lockstep."""
@@ -90,14 +99,14 @@ def run(
         Option(
             "--join",
             metavar="RUN",
-            help="Have the run that writes this folder start a worker in the place of a lost one.",
+            help="Ask the run that writes this folder to start a worker that replaces a lost one.",
         ),
     ] = None,
 ) -> None:
-    """Train in real processes, of this machine or a launcher."""
+    """Train in real processes, on this machine or under a launcher."""
     if join is not None:
         allowed = ("join", "json", "quiet", "verbose")
-        refuse_beside(context, "--join", allowed, "the run in that folder decides it")
+        refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), join)
         return
     job, screen = _job(training, strategy, saves, no_trace), training.screen()
@@ -105,7 +114,7 @@ def run(
     result = job.run(screen, workers, transport, device, risks.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
-        _fail_if_spoiled(result)
+        _exit_if_failed(result)
 
 
 @command(app, epilog=_CLUSTERS)
@@ -123,37 +132,39 @@ def sim(
     no_trace: NoTrace = False,
     replay: Annotated[
         Path | None,
-        Option("--replay", metavar="RUN", help="Follow the recorded order of a real run's folder."),
+        Option(
+            "--replay", metavar="RUN", help="Follow the recorded order of events of a real run."
+        ),
     ] = None,
 ) -> None:
-    """Train in virtual time, on a simulated cluster."""
-    screen, place = training.screen(), with_model(load_cluster(cluster), as_model)
+    """Train in virtual time on a simulated cluster."""
+    screen, target = training.screen(), with_model(load_cluster(cluster), as_model)
     script = risks.script()
     if replay is not None:
-        refuse_beside(context, "--replay", BESIDE_REPLAY, "the recorded run decides it")
-        replay_run(screen, replay, place, training.out, trace=not no_trace)
+        refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
+        replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
     job = _job(training, strategy, saves, no_trace)
     check_virtual_workers(workers, job.strategy)
-    place.check_faults([*place.faults, *script], len(job.strategy.roles(workers)))
+    target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**risks.policy(), **saves.policy()}
-    result = job.simulate(screen, workers, place, faults=script, policy=policy)
-    show_result(screen, result, job.task.name, place.name)
-    _fail_if_spoiled(result)
+    result = job.simulate(screen, workers, target, faults=script, policy=policy)
+    show_result(screen, result, job.task.name, target.name)
+    _exit_if_failed(result)
 
 
-def _fail_if_spoiled(result: Result) -> None:
-    """End with 1 when nobody was left to train, or what was to be saved could not be."""
+def _exit_if_failed(result: Result) -> None:
+    """Exit with 1 if all workers were set aside, or a checkpoint or the model was not saved."""
     if result.diverged:
-        told = "the updates of every worker were not finite, or exploded; a smaller learning rate"
-        print(f"paceline: training broke off: {told} may help", file=sys.stderr)
+        reason = "the updates of every worker were not finite, or exploded; a smaller learning rate"
+        print(f"paceline: training ended early: {reason} may help", file=sys.stderr)
     if result.diverged or result.checkpoint_error or result.model_error:
         raise typer.Exit(1)
 
 
 def _job(training: Training, strategy: str, saves: Saves, no_trace: bool) -> Job:
     if saves.resume and training.out is None:
-        raise UsageError("--resume needs --out, the folder of the run to go on with")
+        raise UsageError("--resume needs --out, the folder of the run to resume")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
     return Job(task=task, strategy=method, seed=training.seed, out=training.out, trace=not no_trace)
@@ -168,37 +179,37 @@ def compare(
             "--strategy",
             "--strategies",
             "-s",
-            help="Methods; repeat, or separate by commas. [default: all]",
+            help="Methods, separated by commas or repeated. [default: all]",
         ),
     ] = None,
     workers: Annotated[
         list[str] | None,
-        Option("--workers", "-w", help="How many; repeat, or separate by commas. [default: 8]"),
+        Option("--workers", "-w", help="Numbers of workers, likewise. [default: 8]"),
     ] = None,
     cluster: Annotated[
         list[str] | None,
         Option("--cluster", "-c", help=f"Clusters, likewise. [default: {CLUSTER}]"),
     ] = None,
     as_model: AsModel = None,
-    real: Annotated[bool, Option("--real", help="In real processes, not in virtual time.")] = False,
+    real: Annotated[bool, Option("--real", help="Use real processes, not virtual time.")] = False,
     target: Annotated[
         float | None,
-        Option("--target", help="Accuracy to take the time to. [default: 0.8, built-in task]"),
+        Option("--target", help="Measure the time to this accuracy. [default: 0.8, built-in task]"),
     ] = None,
     seeds: Annotated[
         str | None,
-        Option("--seeds", help="How many seeds, or which: 3, or 0,1,2. [default: --seed alone]"),
+        Option("--seeds", help="How many seeds (3), or which (0,1,2). [default: only --seed]"),
     ] = None,
     transport: TransportName = None,
     device: Device = "cpu",
 ) -> None:
-    """Put several strategies, workers and clusters side by side: a table, and an HTML report."""
+    """Compare strategies, numbers of workers, and clusters. Makes a table and an HTML report."""
     from paceline.cli import compare as c
 
     task, screen = find_task(training), training.screen()
     if real and as_model is not None:
         raise UsageError(
-            f"--as-model ({as_model}) must not be used with --real: real bytes take real time"
+            f"--as-model ({as_model}) must not be used with --real: it needs a simulation"
         )
     names = [] if real else c.split_specs(cluster or [CLUSTER])
     clusters = [with_model(load_cluster(name), as_model) for name in names]
@@ -228,17 +239,17 @@ def drill(
     ] = None,
     strategy: Annotated[
         list[str] | None,
-        Option("--strategy", "-s", help="Methods; may be repeated. [default: those it aims at]"),
+        Option("--strategy", "-s", help="Methods; may be repeated. [default: those of each fault]"),
     ] = None,
     full: Annotated[
-        bool, Option("--full", help="With all methods, and long cases; takes an hour.")
+        bool, Option("--full", help="All methods, and the long cases; takes an hour.")
     ] = False,
-    seeds: Annotated[int, Option("--seeds", help="How many runs of each fault.")] = 1,
+    seeds: Annotated[int, Option("--seeds", help="How many runs for each fault.")] = 1,
     simulated: Annotated[
-        bool, Option("--sim", help="In virtual time, those cases that can be.")
+        bool, Option("--sim", help="In virtual time; only the cases that can be simulated.")
     ] = False,
 ) -> None:
-    """Kill, freeze and disturb real runs on purpose, and say what came of it."""
+    """Kill, freeze and disturb real runs on purpose. Shows how each run coped."""
     from paceline.cli import drill as d
 
     at_least("seeds", seeds, 1)
@@ -251,17 +262,19 @@ def report(
     output: Output,
     folders: Annotated[
         list[Path],
-        Argument(metavar="FOLDER...", help="Of a comparison, or of one or several runs."),
+        Argument(metavar="FOLDER...", help="Folder of a comparison, or folders of runs."),
     ],
     target: Annotated[
         float | None,
-        Option("--target", help="Accuracy to take the time to. [default: as in the comparison]"),
+        Option(
+            "--target", help="Measure the time to this accuracy. [default: as in the comparison]"
+        ),
     ] = None,
     out: Annotated[
         Path | None, Option("--out", help="The file. [default: report.html in the first folder]")
     ] = None,
 ) -> None:
-    """Build the HTML report of a comparison anew, or that of one or several runs."""
+    """Write the HTML report of a comparison or of runs."""
     from paceline.report.page import write_report
 
     screen, path = output.screen(), write_report(folders, target=target, out=out)
@@ -280,16 +293,16 @@ def timeline(
         Path | None,
         Option("--out", help="The file; gzipped if it ends in .gz. [default: RUN/timeline.json]"),
     ] = None,
-    svg: Annotated[
-        Path | None, Option("--svg", help="Draw a picture as well, into this file.")
-    ] = None,
+    svg: Annotated[Path | None, Option("--svg", help="Also draw a picture into this file.")] = None,
     from_s: Annotated[
         float | None,
-        Option("--from", metavar="S", help="Begin so many seconds after the first gradient."),
+        Option("--from", metavar="S", help="Start so many seconds after the first gradient."),
     ] = None,
-    to_s: Annotated[float | None, Option("--to", metavar="S", help="End there, likewise.")] = None,
+    to_s: Annotated[
+        float | None, Option("--to", metavar="S", help="End so many seconds after it.")
+    ] = None,
 ) -> None:
-    """Show where each rank's time went, for Perfetto (ui.perfetto.dev) or as a picture."""
+    """Show how each rank spent its time. Writes a file for Perfetto (ui.perfetto.dev)."""
     from paceline.cli.timeline import show_timeline
 
     show_timeline(output.screen(), runs, out, svg, from_s, to_s)
@@ -299,21 +312,21 @@ def timeline(
 def calibrate(
     calibrating: Calibrating,
     check: Annotated[
-        bool, Option("--check", help="Predict real runs, then make them: the error of each.")
+        bool, Option("--check", help="Predict real runs, then make them, and show each error.")
     ] = False,
     strategy: Annotated[
         list[str] | None,
-        Option("--strategy", "-s", help="With --check: methods. [default: five of them]"),
+        Option("--strategy", "-s", help="With --check: methods. [default: five of all]"),
     ] = None,
     workers: Annotated[
         list[str] | None,
-        Option("--workers", "-w", help="With --check: how many. [default: 2,4]"),
+        Option("--workers", "-w", help="With --check: numbers of workers. [default: 2,4]"),
     ] = None,
     repeats: Annotated[
-        int | None, Option("--repeats", help="With --check: real runs of each. [default: 5]")
+        int | None, Option("--repeats", help="With --check: real runs for each. [default: 5]")
     ] = None,
 ) -> None:
-    """Measure a script and this machine into a cluster file."""
+    """Measure this machine, and write a cluster file for the simulator."""
     from paceline.cli import calibrate as c
 
     if not check:
@@ -327,31 +340,31 @@ def calibrate(
 def papers(
     output: Output,
     name: Annotated[
-        str | None, Argument(metavar="[CLAIM]", help="One of them. [default: all]")
+        str | None, Argument(metavar="[CLAIM]", help="One claim. [default: all]")
     ] = None,
     list_: Annotated[
-        bool, Option("--list", help="Say the claims, how they are tried and judged; run nothing.")
+        bool, Option("--list", help="List the claims and how each is tested; run nothing.")
     ] = False,
     sweep: Annotated[
-        bool, Option("--sweep", help="Make the file of learning rates; goes on where it stopped.")
+        bool, Option("--sweep", help="Make the file of learning rates; continues an earlier sweep.")
     ] = False,
     full: Annotated[
-        bool, Option("--full", help="On whole data sets, with more seeds; takes hours.")
+        bool, Option("--full", help="Use whole data sets and more seeds; takes hours.")
     ] = False,
     data: Annotated[
         Path | None,
         Option("--data", help="Folder with CIFAR-10, Fashion-MNIST and BANKING77, for --full."),
     ] = None,
-    seed: Annotated[int, Option("--seed", help="Of the experiments.")] = 0,
+    seed: Annotated[int, Option("--seed", help="Seed of the experiments.")] = 0,
     rates: Annotated[
         Path | None, Option("--rates", help="File of learning rates. [default: the recorded one]")
     ] = None,
     out: Annotated[
         Path | None,
-        Option("--out", help="Folder that keeps each run; those in it are not made again."),
+        Option("--out", help="Folder of finished runs; those in it are not repeated."),
     ] = None,
 ) -> None:
-    """Put the claims of the papers to the test: our figures, and whether it holds."""
+    """Test the claims of the papers. Shows our figures, and whether each claim holds."""
     from paceline.cli import papers as p
 
     check_seed(seed)
@@ -365,24 +378,26 @@ def faulttest(
     output: Output,
     context: typer.Context,
     method: Annotated[
-        list[str] | None, Option("--method", "-m", help="Of these methods. [default: all]")
+        list[str] | None, Option("--method", "-m", help="A method; may be repeated. [default: all]")
     ] = None,
-    seeds: Annotated[int, Option("--seeds", help="How many seeds of each.")] = 200,
-    seed: Annotated[int, Option("--seed", help="The first of them.")] = 0,
+    seeds: Annotated[int, Option("--seeds", help="How many seeds for each method.")] = 200,
+    seed: Annotated[int, Option("--seed", help="The first seed.")] = 0,
     replay: Annotated[
-        str | None, Option("--replay", metavar="SCHEDULE", help="Run this one, as it was printed.")
+        str | None,
+        Option("--replay", metavar="SCHEDULE", help="Run one schedule, as it was printed."),
     ] = None,
     corpus: Annotated[
-        Path | None, Option("--corpus", metavar="FILE", help="Run those of a file, one a line.")
+        Path | None,
+        Option("--corpus", metavar="FILE", help="Run the schedules in a file, one per line."),
     ] = None,
 ) -> None:
-    """Break simulated runs at random, and look whether the laws of every method still hold."""
+    """Inject random faults into simulated runs. Checks that the laws of every method hold."""
     from paceline.cli import faulttest as f
 
     if replay is not None or corpus is not None:
         chosen = "--replay" if replay is not None else "--corpus"
         allowed = (chosen[2:], "json", "quiet", "verbose")
-        refuse_beside(context, chosen, allowed, "the schedule decides it")
+        refuse_together(context, chosen, allowed, "the schedule decides it")
         f.replay(output.screen(), [replay] if replay else f.schedules_in(corpus or Path()))
         return
     f.show_campaign(output.screen(), method or [], seeds, seed)
@@ -418,10 +433,13 @@ def comm(
     repeats: Repeats = 15,
     size: Annotated[
         list[int] | None,
-        Option("--size", help="Bytes of the vector; may be repeated. [default: 4 KB, 4 MB, 64 MB]"),
+        Option(
+            "--size",
+            help="Size of the vector in bytes; may be repeated. [default: 4 KB, 4 MB, 64 MB]",
+        ),
     ] = None,
 ) -> None:
-    """Average a vector among processes: shared memory, gloo, and a plain copy as the limit."""
+    """Time an all-reduce: shared memory, gloo, and a plain copy as the lower limit."""
     from paceline.cli.benches import show_comm
 
     for nbytes in size or ():
@@ -431,7 +449,7 @@ def comm(
 
 @command(bench)
 def step(output: Output, workers: Workers = 2, repeats: Repeats = 40) -> None:
-    """Add each way of training to a step of 1.9 million parameters: ours, DDP, PostLocalSGD."""
+    """Time a training step of 1.9 million parameters: ours, DDP and PostLocalSGD."""
     from paceline.cli.benches import show_step
 
     show_step(output.screen(), workers, repeats)
@@ -442,12 +460,12 @@ def bench_sim(
     output: Output,
     workers: Workers = 64,
     repeats: Repeats = 5,
-    steps: Annotated[int, Option("--steps", help="Steps of each worker in a repeat.")] = 10,
+    steps: Annotated[int, Option("--steps", help="Steps of each worker in one repeat.")] = 10,
     scale: Annotated[
-        bool, Option("--scale", help="Instead: a worker's step among 8, 64 and 1,000 of them.")
+        bool, Option("--scale", help="Time one step with 8, 64 and 1,000 workers instead.")
     ] = False,
 ) -> None:
-    """Simulate: events a second, and what that adds to the gradients of the built-in networks."""
+    """Time the simulator: events per second, and its overhead on training."""
     from paceline.cli.benches import show_scale, show_sim
 
     at_least("steps", steps, 1)

@@ -1,4 +1,4 @@
-"""``paceline bench``: the benchmarks, shown."""
+"""``paceline bench``: run the benchmarks and show tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
 def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | None) -> None:
-    """Time the all-reduce of shared memory beside gloo's."""
+    """Time the all-reduce of shared memory and of gloo."""
     _check(workers, repeats)
     from paceline.lab.bench.comm import SIZES, bench_comm
 
     rows = bench_comm([workers], sizes or list(SIZES), repeats, on_row=lambda row: None)
     screen.table(
-        ["engine", "workers", "vector", "ms", "of gloo's time"],
+        ["engine", "workers", "vector", "ms", "relative to gloo"],
         [
             (r["engine"], str(r["workers"]), size(r["bytes"]), _ms(r), f"{r['ratio_to_gloo']:.3f}")
             for r in rows
@@ -26,13 +26,13 @@ def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | Non
 
 
 def show_step(screen: Screen, workers: int, repeats: int) -> None:
-    """Time a step of each way of training."""
+    """Time a step with each way of training."""
     _check(workers, repeats)
     from paceline.lab.bench.step import bench_step
 
     rows = bench_step(workers, repeats)
     screen.table(
-        ["step with", "workers", "ms", "of no communication", "90 % interval"],
+        ["step with", "workers", "ms", "relative to no comm.", "90 % interval"],
         [
             (
                 r["what"],
@@ -46,19 +46,19 @@ def show_step(screen: Screen, workers: int, repeats: int) -> None:
     )
     added = {row["what"]: row["ratio_to_no_comm"] - 1 for row in rows}
     share = added["allreduce"] / added["torch DDP"]
-    screen.say(f"allreduce adds {share:.2f} of what torch DDP adds.")
+    screen.say(f"The overhead of allreduce is {share:.2f} times that of torch DDP.")
     screen.emit({"rows": rows, "allreduce_added_of_ddp": share})
 
 
 def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
-    """Time the simulator, without gradients and with them."""
+    """Time the simulator, with and without gradients."""
     check_virtual_workers(workers)
     at_least("repeats", repeats, 1)
     from paceline.lab.bench.sim import bench_sim
 
     rows = bench_sim(workers, repeats, steps)
     screen.table(
-        ["gradients", "workers", "events/s", "over the bare steps", "us a step"],
+        ["gradients", "workers", "events/s", "overhead", "us per step"],
         [
             (
                 row["model"] or "none",
@@ -74,13 +74,13 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
 
 
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:
-    """Time a worker's step when there are few workers, and when there are a thousand."""
+    """Time a worker's step among few workers, and among a thousand."""
     at_least("repeats", repeats, 1)
     from paceline.lab.bench.sim import SCALED, SCALES, bench_scale
 
     rows = bench_scale(SCALED, SCALES, repeats, steps)
     screen.table(
-        ["method", "workers", "us of the processor a step", f"of that at {SCALES[0]}"],
+        ["method", "workers", "CPU us per step", f"relative to {SCALES[0]}"],
         [
             (
                 row["strategy"] or "plain loop",

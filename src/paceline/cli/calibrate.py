@@ -1,4 +1,4 @@
-"""``paceline calibrate``: this machine as a cluster file, and how well runs are predicted by it."""
+"""``paceline calibrate``: write this machine as a cluster file, and check its predictions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ WORKERS = ("2", "4")
 CHECKED_MODELS = ("mlp", "wide")
 STEPS = 100
 BUSY = 0.05
-"""The share of the time that other work may have the cores before it is mentioned."""
+"""Report other programs if they used more than this share of the cores."""
 MARK = "# Measured by paceline calibrate"
 BUILT_IN = {"module": "paceline.lab.calibrate.task", "name": "train"}
 
 
 def refuse_without_check(**options: Any) -> None:
-    """Refuse what only a check takes."""
+    """Refuse options that need ``--check``."""
     for name, value in options.items():
         if value:
             raise UsageError(f"--{name} ({value}) must be given together with --check")
 
 
 def show_calibration(chosen: Calibrating) -> None:
-    """Measure, write the file, and say what was found."""
+    """Measure, write the file, and show the figures."""
     screen = chosen.screen()
     (subject,) = _subjects(chosen, ["cnn"])
     _check_file(chosen.out)
@@ -80,9 +80,9 @@ def show_check(
         for count in counts
         for spec in strategies
     ]
-    screen.say(f"Predicting {len(setups)} runs, before any of them is made.")
+    screen.say(f"Predicting {len(setups)} runs, before measuring any of them.")
     rows = c.predict(setups, calibrations)
-    screen.say(f"Making them, {repeats} times in turn.")
+    screen.say(f"Measuring each run {repeats} times, in turn.")
     c.measure(rows, repeats)
     _show_rows(screen, rows)
     rankings = c.rank_methods(rows)
@@ -153,7 +153,7 @@ def _file(out: Path, subject: Subject, many: bool) -> Path:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a place that cannot be written, and a file that somebody else wrote."""
+    """Refuse a path that cannot be written, and a file that is not a calibration."""
     if path.suffix != ".toml":
         raise UsageError(f"out ({path}) must end in .toml")
     if not path.parent.is_dir():
@@ -166,11 +166,11 @@ def _write(found: Calibration, path: Path) -> None:
     from paceline.lab.calibrate.machine import to_toml
 
     text = to_toml(found)
-    assert text.startswith(MARK), "it is told from other files by that"
+    assert text.startswith(MARK), "_check_file recognizes the file by it"
     path.write_text(text, encoding="utf-8")
 
 
-# On the screen -----------------------------------------------------------------------------------
+# Showing the outcome ------------------------------------------------------------------------------
 
 
 def _facts(found: Calibration) -> dict[str, Any]:
@@ -188,11 +188,11 @@ def _show(screen: Screen, found: Calibration) -> None:
     batch = found.batches[-1]
     varies = found.variation
     kinds = {"none": "", "trace": ", varying as recorded"}
-    told = kinds.get(varies.kind, f", {varies.kind} {varies.value:.2f}")
+    variation = kinds.get(varies.kind, f", {varies.kind} {varies.value:.2f}")
     rows = [
-        (f"step of {batch} samples{told}", _ms(found.gradient.seconds(batch)), found.gradient),
+        (f"step of {batch} samples{variation}", _ms(found.gradient.seconds(batch)), found.gradient),
         (f"loading {batch} samples", _ms(found.loading.seconds(batch)), found.loading),
-        ("a message on its way", _ms(found.link.seconds(found.nbytes)), found.link),
+        ("a message on the link", _ms(found.link.seconds(found.nbytes)), found.link),
         *(
             (f"own work: {w}", _ms(line.seconds(found.nbytes)), line)
             for w, line in found.work.items()
@@ -200,17 +200,17 @@ def _show(screen: Screen, found: Calibration) -> None:
         ("a server's request", _ms(found.serve.seconds(found.nbytes)), found.serve),
     ]
     screen.table(
-        [f"{found.subject.name}, {size(found.nbytes)}", "ms", "fit is off by"],
+        [f"{found.subject.name}, {size(found.nbytes)}", "ms", "error of the fit"],
         [(what, ms, f"{line.error:.1%}") for what, ms, line in rows],
     )
     screen.say(
-        f"{found.cores} cores, one thread a rank. With 4 ranks a step's own time is"
-        f" {found.crowding:.2f} of that."
+        f"{found.cores} cores, one thread per rank. With 4 ranks the own time of a step is"
+        f" {found.crowding:.2f} times as long."
     )
     if found.queued > BUSY:
         screen.say(
-            f"Other work had the cores for {found.queued:.0%} of the time. It is left out of the"
-            " figures, but not out of real runs: they will be slower than predicted."
+            f"Other programs used the cores for {found.queued:.0%} of the time. The figures exclude"
+            " that, so real runs will be slower than predicted."
         )
 
 
@@ -230,10 +230,10 @@ def _show_rows(screen: Screen, rows: Sequence[Row]) -> None:
         ],
     )
     good = sum(row.within for row in rows)
-    screen.show(f"{good} of {len(rows)} within 15 %, or twice the spread from run to run.")
+    screen.show(f"{good} of {len(rows)} errors are within 15 %, or twice the spread of the runs.")
     busy = sum(sum(row.busy) for row in rows) / sum(len(row.busy) for row in rows)
     if busy > BUSY:
-        screen.show(f"Other work used {busy:.0%} of the cores: the errors are its, too.")
+        screen.show(f"Other programs used {busy:.0%} of the cores, which adds to the errors.")
 
 
 def _show_rankings(screen: Screen, rankings: Sequence[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""``paceline compare``: strategies, workers, clusters and seeds side by side."""
+"""``paceline compare``: compare strategies, numbers of workers, clusters and seeds."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from paceline.sim.cluster import Cluster
 
 TARGET = 0.8
-"""The accuracy of the built-in task that a comparison takes the time to."""
+"""With the built-in task, a comparison measures the time to this accuracy."""
 MOST_SEEDS = 10_000
 TRIALS = "trials"
-"""The folder of outcomes inside that of a comparison."""
+"""The folder of outcomes inside the comparison's folder."""
 
 Row = dict[str, Any]
 
@@ -57,8 +57,8 @@ class Case:
         return f"{self.spec}, {self.workers} workers{where}, seed {self.seed}"
 
 
-class NoRunEnded(PacelineError):
-    """Every run of a comparison failed; the exit code is that of the first."""
+class AllRunsFailed(PacelineError):
+    """Every run of a comparison failed; the error and exit code are those of the first."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.error)
@@ -67,7 +67,7 @@ class NoRunEnded(PacelineError):
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Runs to make: simulated ones on all cores, real ones one after the other."""
+    """The runs of a comparison: simulated ones on all cores, real ones one after the other."""
 
     task: Task
     strategies: dict[str, Strategy]
@@ -81,44 +81,44 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
 
     def run(self, screen: Screen) -> None:
-        """Make the runs that are not in the folder yet, and the report of all."""
+        """Make the runs that are not in the folder yet, and write the report of all."""
         from paceline.report.page import load_template, write_report
 
-        load_template()  # if anything is missing for the report, say so now
+        load_template()  # fail now, before the runs, if the report's template is missing
         cases = [*self._cases()]
         with claim(self.out):
             outcomes = (self._simulate if self.clusters else self._run)(screen, cases)
             if all(outcome.result is None for outcome in outcomes):
-                raise NoRunEnded(outcomes[0])
+                raise AllRunsFailed(outcomes[0])
             self.rows = [self._row(*pair) for pair in zip(cases, outcomes, strict=True)]
             self.report = write_report([self.out])
 
     def _cases(self) -> Iterator[Case]:
-        places: Sequence[Cluster | None] = self.clusters or [None]
+        clusters: Sequence[Cluster | None] = self.clusters or [None]
         methods = self.strategies.items()
-        for place, workers, method, seed in product(places, self.workers, methods, self.seeds):
-            yield Case(*method, workers, place, seed)
+        for cluster, workers, method, seed in product(clusters, self.workers, methods, self.seeds):
+            yield Case(*method, workers, cluster, seed)
 
     # Making the runs -----------------------------------------------------------------------------
 
     def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
-        """All at once on all cores, those of many workers first: they take longest."""
+        """Simulate all cases on all cores; those with many workers first, they take longest."""
         from paceline.lab.trials import OutcomeCache, run_trials
 
         trials, folder = [self._trial(case) for case in cases], self.out / TRIALS
         cache, configs = OutcomeCache(folder), [trial.key() for trial in trials]
         found = sum(cache.find(config) is not None for config in configs)
         self._write_plan(cases, [cache.path(config) for config in configs])
-        order = sorted(range(len(cases)), key=lambda place: -cases[place].workers)
-        what = f"{len(cases)} simulations, {found} of them found in {self.out}"
-        with screen.tally(len(cases), what) as tell:
+        order = sorted(range(len(cases)), key=lambda index: -cases[index].workers)
+        what = f"{len(cases)} simulations, {found} already in {self.out}"
+        with screen.tally(len(cases), what) as report:
             outcomes = run_trials(
-                [trials[place] for place in order],
+                [trials[index] for index in order],
                 folder=folder,
-                on_done=lambda place, outcome: tell(self._line(cases[order[place]], outcome)),
+                on_done=lambda index, outcome: report(self._line(cases[order[index]], outcome)),
             )
-        by_place = dict(zip(order, outcomes, strict=True))
-        return [by_place[place] for place in range(len(cases))]
+        by_index = dict(zip(order, outcomes, strict=True))
+        return [by_index[index] for index in range(len(cases))]
 
     def _trial(self, case: Case) -> Trial:
         from paceline.lab.trials import Trial
@@ -134,7 +134,7 @@ class Comparison:
         )
 
     def _run(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
-        """In real processes, which have the machine for themselves."""
+        """Run the cases in real processes, one at a time: each gets the whole machine."""
         from paceline.lab.trials import Outcome, OutcomeCache
 
         cache, configs = (
@@ -144,15 +144,15 @@ class Comparison:
         known = [cache.find(config) for config in configs]
         self._write_plan(cases, [cache.path(config) for config in configs])
         found = len(known) - known.count(None)
-        screen.say(f"{len(cases)} runs, {found} of them found in {self.out}")
+        screen.say(f"{len(cases)} runs, {found} already in {self.out}")
         outcomes = []
-        for place, case in enumerate(cases):
-            outcome = known[place]
+        for index, case in enumerate(cases):
+            outcome = known[index]
             if outcome is None:
-                screen.say(f"[{place + 1}/{len(cases)}] {case}")
-                result = self._launch(screen, case, self.out / f"{place + 1:02d}")
+                screen.say(f"[{index + 1}/{len(cases)}] {case}")
+                result = self._launch(screen, case, self.out / f"{index + 1:02d}")
                 outcome = Outcome(result=result)
-                cache.add(configs[place], json.dumps(asdict(outcome)))
+                cache.add(configs[index], json.dumps(asdict(outcome)))
             outcomes.append(outcome)
         return outcomes
 
@@ -163,7 +163,7 @@ class Comparison:
         return result
 
     def _real_config(self, case: Case) -> str:
-        """What decides a real run, as far as anything does."""
+        """The configuration that identifies a real run."""
         from paceline.strategies.packing import pack_strategy
 
         config = {
@@ -178,7 +178,7 @@ class Comparison:
         return json.dumps(config, sort_keys=True)
 
     def _write_plan(self, cases: Sequence[Case], paths: Sequence[Path | None]) -> None:
-        """Write down what is compared, for the report."""
+        """Write the list of runs, for the report."""
         from paceline.report.material import COMPARISON
 
         runs = [
@@ -191,27 +191,27 @@ class Comparison:
             for case, path in zip(cases, paths, strict=True)
             if path is not None
         ]
-        told = {
+        plan = {
             "task": self.task.name,
             "target": self.target,
             "command": shlex.join(["paceline", *sys.argv[1:]]),
             "made_at": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "runs": runs,
         }
-        write_private(self.out / COMPARISON, json.dumps(told, indent=1) + "\n")
+        write_private(self.out / COMPARISON, json.dumps(plan, indent=1) + "\n")
 
-    # Showing them --------------------------------------------------------------------------------
+    # Showing the outcome -------------------------------------------------------------------------
 
     def _line(self, case: Case, outcome: Outcome) -> str:
-        """A run in one line, when it is done."""
+        """One line about a run that has ended."""
         result = outcome.result
         if result is None:
             return f"{case}: {(outcome.error or '').splitlines()[0]}"
-        told = f"{case}: accuracy {number(result.accuracy)}"
+        line = f"{case}: accuracy {number(result.accuracy)}"
         if self.target is None:
-            return told
+            return line
         at_s = result.seconds_to(self.target)
-        return f"{told}, {self.target:g} " + (f"after {seconds(at_s)}" if at_s else "never")
+        return f"{line}, {self.target:g} " + (f"after {seconds(at_s)}" if at_s else "never")
 
     def _row(self, case: Case, outcome: Outcome) -> Row:
         from paceline.record.result import Result
@@ -232,34 +232,38 @@ class Comparison:
         }
 
     def show(self, screen: Screen) -> None:
-        """Show the table, and what it says in sentences."""
+        """Show the table and the verdicts."""
         columns = ["strategy", "workers", "accuracy"]
         if self.target is not None:
-            columns += [f"{self.target:g} after", "with"]
+            columns += [f"time to {self.target:g}", f"sent to {self.target:g}"]
         columns += ["virtual time" if self.clusters else "time", "waiting", "sent"]
         if len(self.clusters) > 1:
             columns.insert(1, "cluster")
-        screen.table(columns, [self._cells(rows) for rows in self._groups()])
+        groups = self._groups()
+        cells, brief = ([self._cells(rows, ranges) for rows in groups] for ranges in (True, False))
+        screen.table(columns, cells, brief)
         if self.clusters and self.clusters[0].stands_for is not None:
             screen.show(f"Note: {stands_for_note(self.clusters[0].stands_for.model)}.")
         if len(self.seeds) > 1:
-            screen.say(f"Means over {len(self.seeds)} seeds, and in brackets their range.\n")
+            screen.say(f"Means over {len(self.seeds)} seeds (and their ranges, if they fit).\n")
         width = min(screen.console.width, 100)
         for sentence in self._sentences():
             screen.say(textwrap.fill(sentence, width) + "\n")
         screen.say(f"Report: {self.report}")
 
     def _groups(self) -> list[list[Row]]:
-        """The rows that differ by their seed alone."""
+        """The rows, grouped so that those of a group differ only in their seed."""
         groups: dict[Any, list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row["cluster"], row["workers"], row["strategy"]), []).append(row)
         return [*groups.values()]
 
-    def _cells(self, rows: Sequence[Row]) -> list[str]:
-        cells = [rows[0]["strategy"], str(rows[0]["workers"]), ranged(rows, "accuracy", number)]
+    def _cells(self, rows: Sequence[Row], ranges: bool) -> list[str]:
+        accuracy = mean_of(rows, "accuracy", number, ranges=ranges)
+        cells = [rows[0]["strategy"], str(rows[0]["workers"]), accuracy]
         if self.target is not None:
-            cells.append(ranged(rows, "seconds_to_target", seconds, "never"))
+            to_target = mean_of(rows, "seconds_to_target", seconds, "never", ranges=ranges)
+            cells.append(to_target)
             cells.append(_mean(rows, "bytes_to_target", size))
         whole = "virtual_seconds" if self.clusters else "seconds"
         cells += [_mean(rows, whole, seconds), _mean(rows, "wait_share", "{:.0%}".format)]
@@ -269,26 +273,33 @@ class Comparison:
         return cells
 
     def _sentences(self) -> Iterator[str]:
-        """The verdict on each setting, as the report has it."""
+        """The verdict on each setting, as in the report."""
         from paceline.report.material import read_material
         from paceline.report.verdict import verdict
 
         material = read_material([self.out])
         for setting in material.settings:
-            told = verdict(material, setting)
-            sure = f" {told.sure.capitalize()}: {told.why}" if told.sure else ""
-            yield f"{setting}: {' '.join(told.sentences)}{sure}"
+            outcome = verdict(material, setting)
+            sure = f" {outcome.sure.capitalize()}: {outcome.why}" if outcome.sure else ""
+            yield f"{setting}: {' '.join(outcome.sentences)}{sure}"
 
 
-def ranged(rows: Sequence[Row], key: str, show: Callable[[Any], str], missing: str = "-") -> str:
-    """The mean of a number over seeds and its range; of how many seeds, if some have none."""
+def mean_of(
+    rows: Sequence[Row],
+    key: str,
+    show: Callable[[Any], str],
+    missing: str = "-",
+    *,
+    ranges: bool = True,
+) -> str:
+    """The mean over seeds and its range; also how many seeds have a value, if not all do."""
     values = [row[key] for row in rows if row[key] is not None]
     if not values:
         return missing
-    told, low, high = _mean(rows, key, show), show(min(values)), show(max(values))
-    if low != high:
-        told += f" ({low} to {high})"
-    return told if len(values) == len(rows) else f"{told}, {len(values)} of {len(rows)}"
+    text, low, high = _mean(rows, key, show), show(min(values)), show(max(values))
+    if ranges and low != high:
+        text += f" ({low} to {high})"
+    return text if len(values) == len(rows) else f"{text}, {len(values)} of {len(rows)}"
 
 
 def _mean(rows: Sequence[Row], key: str, show: Callable[[Any], str]) -> str:
@@ -296,11 +307,11 @@ def _mean(rows: Sequence[Row], key: str, show: Callable[[Any], str]) -> str:
     return show(fmean(values)) if values else "-"
 
 
-# What was typed ----------------------------------------------------------------------------------
+# Parsing options ---------------------------------------------------------------------------------
 
 
 def split_specs(texts: Sequence[str]) -> list[str]:
-    """Specifications that were repeated, or separated by commas outside of brackets.
+    """Specifications that were repeated, or separated by commas outside of parentheses.
 
     >>> split_specs(["allreduce,sasgd(interval=8, warmup=2)", "sasgd"])
     ['allreduce', 'sasgd(interval=8, warmup=2)', 'sasgd']
@@ -310,15 +321,15 @@ def split_specs(texts: Sequence[str]) -> list[str]:
 
 
 def strategies_of(specs: Sequence[str], settings: dict[str, Any]) -> dict[str, Strategy]:
-    """Strategies by specification; each setting goes to those that have it."""
+    """Strategies by specification; each setting applies to the strategies that have it."""
     chosen: dict[str, Strategy] = {}
     used: set[str] = set()
     available: set[str] = set()
     for spec in split_specs(specs) or list(STRATEGIES):
         names = field_types(type(make_strategy(spec)))
-        mine = {name: value for name, value in settings.items() if name in names}
-        chosen[spec] = make_strategy(spec, mine)
-        used |= set(mine)
+        own = {name: value for name, value in settings.items() if name in names}
+        chosen[spec] = make_strategy(spec, own)
+        used |= set(own)
         available |= set(names)
     for name in settings:
         if name not in used:
@@ -329,16 +340,16 @@ def strategies_of(specs: Sequence[str], settings: dict[str, Any]) -> dict[str, S
 def workers_of(
     texts: Sequence[str], strategies: Mapping[str, Strategy], *, virtual: bool
 ) -> list[int]:
-    """Numbers of workers, each of which this machine can hold, with the servers of each method."""
+    """Numbers of workers; refuses more than this machine can run, servers included."""
     check = check_virtual_workers if virtual else check_real_workers
-    counts = [_whole("workers", text) for text in split_specs(texts)]
+    counts = [_integer("workers", text) for text in split_specs(texts)]
     for count, strategy in product(counts, strategies.values()):
         check(count, strategy)
     return counts
 
 
 def seeds_of(text: str | None, first: int) -> list[int]:
-    """Seeds from ``3`` (so many, beginning with ``first``) or ``0,1,5`` (these).
+    """Seeds from ``3`` (so many, starting at ``first``) or ``0,1,5`` (exactly these).
 
     >>> seeds_of(None, 7), seeds_of("3", 7), seeds_of("0,1,5", 0)
     ([7], [7, 8, 9], [0, 1, 5])
@@ -346,20 +357,20 @@ def seeds_of(text: str | None, first: int) -> list[int]:
     if text is None:
         return [first]
     if "," not in text:
-        count = _whole("seeds", text)
+        count = _integer("seeds", text)
         at_least("seeds", count, 1)
         at_most("seeds", count, MOST_SEEDS)
         check_seed(first + count - 1)
         return [*range(first, first + count)]
     if first:
-        raise UsageError(f"seed ({first}) must not be given beside a list of seeds ({text})")
-    seeds = [*dict.fromkeys(_whole("seeds", part) for part in split_specs([text]))]
+        raise UsageError(f"seed ({first}) must not be given together with a list of seeds ({text})")
+    seeds = [*dict.fromkeys(_integer("seeds", part) for part in split_specs([text]))]
     for seed in seeds:
         check_seed(seed)
     return seeds
 
 
-def _whole(name: str, text: str) -> int:
+def _integer(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

@@ -1,10 +1,11 @@
-"""``paceline doctor``: can this machine do what Paceline needs?"""
+"""``paceline doctor``: check that this machine has what Paceline needs."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,33 @@ from paceline.launcher.capacity import PROCESS_BYTES, memory_bytes
 
 
 def examine(screen: Screen) -> bool:
-    """Make every check, say what came of it, and whether all that is needed is there."""
+    """Make and show every check; returns whether all that is needed was found."""
     checks = []
     for name, check in CHECKS.items():
         try:
             ok, detail = True, check()
-        except Unneeded as lacking:
-            ok, detail = None, str(lacking)
+        except OptionalMissing as missing:
+            ok, detail = None, str(missing)
         except Exception as error:
             ok, detail = False, str(error).partition("\n")[0] or type(error).__name__
         mark = {True: "ok", None: "--", False: "NO"}[ok]
-        screen.say(f"{mark}  {name:<14} {detail}")
+        screen.say(_wrap(f"{mark}  {name:<14} {detail}", screen))
         checks.append({"name": name, "ok": ok, "detail": detail})
     healthy = all(check["ok"] is not False for check in checks)
-    screen.say("" if healthy else "\nWhat is marked NO has to be put right first.")
+    screen.say("" if healthy else "\nFix what is marked NO first.")
     screen.emit({"checks": checks, "ok": healthy})
     return healthy
 
 
-class Unneeded(Exception):
-    """Something is not there that a run can do without."""
+def _wrap(line: str, screen: Screen) -> str:
+    """A check as lines that fit a terminal; elsewhere as one line."""
+    if not screen.console.is_terminal:
+        return line
+    return textwrap.fill(line, screen.console.width, subsequent_indent=19 * " ")
+
+
+class OptionalMissing(Exception):
+    """Something is missing that a run does not need."""
 
 
 def _python() -> str:
@@ -54,14 +62,14 @@ def _gpu() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise Unneeded("none that torch can see; runs use the CPU")
+        raise OptionalMissing("torch sees none; runs use the CPU")
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def _room() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fits = max(2, memory_bytes() // PROCESS_BYTES)
-    return f"{cores} cores, {size(memory_bytes())} memory: up to {fits} real workers"
+    return f"{cores} cores, {size(memory_bytes())} of memory: up to {fits} real workers"
 
 
 def _ranks(transport: str) -> Callable[[], str]:
@@ -70,17 +78,17 @@ def _ranks(transport: str) -> Callable[[], str]:
         from paceline.launcher.supervisor import run_ranks
 
         if transport == "shared_memory" and sys.platform != "linux":
-            raise Unneeded("needs Linux; runs use --transport distributed")
-        told = run_ranks(refer_to(average), [{}, {}], transport=transport)
-        if told != [1.5, 1.5]:
-            raise PacelineError(f"an all-reduce of 1 and 2 gave {told}")
-        return "two processes start, and average a vector"
+            raise OptionalMissing("needs Linux; runs use --transport distributed")
+        averages = run_ranks(refer_to(average), [{}, {}], transport=transport)
+        if averages != [1.5, 1.5]:
+            raise PacelineError(f"an all-reduce of 1 and 2 gave {averages}")
+        return "two processes averaged a vector"
 
     return check
 
 
 def average(transport: Any, channel: Any, argument: Any) -> float:
-    """The program of a rank that is examined."""
+    """The program of each rank: an all-reduce."""
     import torch
 
     from paceline.comm.base import Comm
@@ -95,7 +103,7 @@ def _simulator() -> str:
     from paceline.launcher.simulate import simulate
 
     simulate(_nothing, workers=4)
-    return "runs"
+    return "ran"
 
 
 def _nothing(worker: Any) -> None:
@@ -103,10 +111,10 @@ def _nothing(worker: Any) -> None:
 
 
 def _threads() -> str:
-    told = os.environ.get("OMP_NUM_THREADS")
-    if told is None:
-        raise Unneeded("OMP_NUM_THREADS is not set: cores are shared out among the workers")
-    return f"OMP_NUM_THREADS={told}, for every worker"
+    setting = os.environ.get("OMP_NUM_THREADS")
+    if setting is None:
+        raise OptionalMissing("OMP_NUM_THREADS is not set: workers divide the cores")
+    return f"OMP_NUM_THREADS={setting}, for every worker"
 
 
 def _data() -> str:
@@ -120,7 +128,7 @@ def _full_data() -> str:
     try:
         return f"{Path(find_folder()).expanduser()} (--full uses it)"
     except PacelineError as error:
-        raise Unneeded(str(error)) from None
+        raise OptionalMissing(str(error)) from None
 
 
 CHECKS: dict[str, Callable[[], str]] = {

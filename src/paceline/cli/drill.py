@@ -1,4 +1,4 @@
-"""``paceline drill``: faults on real processes, and what came of them, as a table."""
+"""``paceline drill``: inject faults into real runs, and show a table of the outcomes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def choose(
         if virtual and not case.virtual:
             raise UsageError(f"case {name} cannot be simulated: leave out --sim")
     if not cases:
-        every = {name: case for name, case in load_scenarios().items() if full or not case.long}
-        chosen = {name: case for name, case in every.items() if case.virtual or not virtual}
+        available = {name: case for name, case in load_scenarios().items() if full or not case.long}
+        chosen = {name: case for name, case in available.items() if case.virtual or not virtual}
     return [
         (name, scenario, method)
         for name, scenario in chosen.items()
@@ -31,9 +31,9 @@ def choose(
     ]
 
 
-def _methods(scenario: Scenario, asked: list[str], full: bool) -> Iterator[str]:
-    if asked:
-        yield from asked
+def _methods(scenario: Scenario, chosen: list[str], full: bool) -> Iterator[str]:
+    if chosen:
+        yield from chosen
     elif full and not scenario.only:
         yield from STRATEGIES
     elif full and scenario.kind == "faults":
@@ -43,7 +43,7 @@ def _methods(scenario: Scenario, asked: list[str], full: bool) -> Iterator[str]:
 
 
 def _like(scenario: Scenario) -> list[str]:
-    """All methods that are synchronous, or not, as those of a scenario are."""
+    """All methods of the same kind as the scenario's: synchronous or asynchronous."""
     kinds = {make_strategy(method).synchronous for method in scenario.methods}
     return [name for name in STRATEGIES if {make_strategy(name).synchronous} == kinds]
 
@@ -51,7 +51,7 @@ def _like(scenario: Scenario) -> list[str]:
 def drill(
     screen: Screen, trials: list[tuple[str, Scenario, str]], virtual: bool, seeds: int
 ) -> None:
-    """Try them all, say what came of each as it comes, and end with the table."""
+    """Run all trials, report each outcome as it comes, and show the table."""
     reports = []
     with nullcontext() if virtual else Leftovers() as leftovers:
         for case, scenario, method in trials:

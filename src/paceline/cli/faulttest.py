@@ -1,4 +1,4 @@
-"""``paceline faulttest``: random faults in virtual time, and the laws that hold all the same."""
+"""``paceline faulttest``: inject random faults in virtual time, and check every method's laws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) -> None:
-    """Try many seeds; each that breaks a law is made smaller, and shown as a command."""
+    """Run many seeds; shrink each that breaks a law, and show it as a command."""
     check_seed(first)
     at_least("seeds", seeds, 1)
     for name in methods:
@@ -39,7 +39,7 @@ def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) ->
     )
     for failure in report.failures:
         show_failure(screen, failure)
-    rate = f"{report.seeds_per_s:.0f} seeds a second"
+    rate = f"{report.seeds_per_s:.0f} seeds per second"
     screen.show(f"{number(report.runs.total())} runs in {report.seconds:.1f} s, {rate}.")
     screen.emit(as_json(report))
     if report.failures:
@@ -47,12 +47,12 @@ def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) ->
 
 
 def show_failure(screen: Screen, failure: Failure) -> None:
-    """Say which law was broken, and how to see it again."""
+    """Show which law was broken, and the command that repeats it."""
     screen.show(f"{failure.method}: {failure.text}\n  {failure.command}\n")
 
 
 def replay(screen: Screen, schedules: list[str]) -> None:
-    """Run schedules that were written down."""
+    """Run given schedules."""
     from paceline.lab.faulttest.campaign import Report, as_json, try_one
     from paceline.lab.faulttest.schedule import Schedule
 
@@ -73,7 +73,7 @@ def replay(screen: Screen, schedules: list[str]) -> None:
 
 
 def schedules_in(path: Path) -> list[str]:
-    """The schedules of a corpus."""
+    """The schedules in a corpus file."""
     from paceline.lab.faulttest.campaign import read_corpus
 
     try:

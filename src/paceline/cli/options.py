@@ -1,6 +1,6 @@
-"""The options that commands share, each written once as the field of a dataclass.
+"""The options that commands share, each declared once as a field of a dataclass.
 
-A command takes such a dataclass as one argument; :func:`command` shows its fields as options.
+A command takes such a dataclass as one argument; :func:`command` makes options of its fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.sim.models import MODELS
 StrategySpec = Annotated[
     str, Option("--strategy", "-s", help='A method: "sasgd", or "sasgd(interval=8)".')
 ]
-Workers = Annotated[int, Option("--workers", "-w", help="How many workers.")]
+Workers = Annotated[int, Option("--workers", "-w", help="Number of workers.")]
 TransportName = Annotated[
     str | None,
     Option(
@@ -46,67 +46,67 @@ AsModel = Annotated[
     Option(
         "--as-model",
         metavar="NAME",
-        help=f"Bytes and step times of another model: {', '.join(MODELS)}.",
+        help=f"Use the sizes and step times of this model: {', '.join(MODELS)}.",
     ),
 ]
 Script = Annotated[
     Path | None,
     Argument(
         metavar="SCRIPT",
-        help="Python file that defines train(worker); without one, the built-in task.",
+        help="Python file that defines train(worker). [default: the built-in task]",
         show_default=False,
     ),
 ]
 NoTrace = Annotated[
-    bool, Option("--no-trace", help="Write no trace, which replays and timelines are made of.")
+    bool, Option("--no-trace", help="Write no trace; replays and timelines need one.")
 ]
-Repeats = Annotated[int, Option("--repeats", help="How often each thing is timed.")]
+Repeats = Annotated[int, Option("--repeats", help="How often each is timed.")]
 
 
 @dataclass(kw_only=True)
 class Output:
-    """How a command shows its outcome."""
+    """The options for a command's output."""
 
-    json: Annotated[
-        bool, Option("--json", help="One JSON object, on the last line of the output.")
-    ] = False
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Say nothing but the outcome.")] = False
-    verbose: Annotated[
-        bool, Option("--verbose", "-v", help="Say more: the records of every rank.")
-    ] = False
+    json: Annotated[bool, Option("--json", help="Print one JSON object as the last line.")] = False
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Show only the outcome.")] = False
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Show the records of every rank.")] = (
+        False
+    )
 
     def screen(self) -> Screen:
-        """Where to write."""
+        """The screen to write to."""
         return Screen(as_json=self.json, quiet=self.quiet, verbose=self.verbose)
 
 
 @dataclass(kw_only=True)
 class Training(Output):
-    """What is trained, and how it is written down."""
+    """The options for what is trained, and where the run is written."""
 
     script: Script = None
     settings: Annotated[
         list[str],
         Option("--set", metavar="NAME=VALUE", help="An option of the strategy; may be repeated."),
     ] = field(default_factory=list)
-    seed: Annotated[int, Option("--seed", help="Of everything random in the run.")] = 0
+    seed: Annotated[int, Option("--seed", help="Seed of everything random.")] = 0
     epochs: Annotated[int | None, Option("--epochs", help="Passes over the data.")] = None
-    steps: Annotated[int | None, Option("--steps", help="End after so many steps a worker.")] = None
+    steps: Annotated[int | None, Option("--steps", help="End after so many steps per worker.")] = (
+        None
+    )
     lr: Annotated[
-        float | None, Option("--lr", help="Learning rate. [default: the method's, from a sweep]")
+        float | None, Option("--lr", help="Learning rate. [default: tuned for the method]")
     ] = None
     batch_size: Annotated[
         int | None,
-        Option("--batch-size", help="Samples in a worker's batch. [default: 128 / workers]"),
+        Option("--batch-size", help="Samples per batch of a worker. [default: 128 / workers]"),
     ] = None
     model: Annotated[
         str | None, Option("--model", help="Network of the built-in task: cnn or mlp.")
     ] = None
     data: Annotated[
-        str | None, Option("--data", help="Folder with the whole Fashion-MNIST, as IDX files.")
+        str | None, Option("--data", help="Folder with the whole Fashion-MNIST as IDX files.")
     ] = None
     full: Annotated[
-        bool, Option("--full", help="Use the whole Fashion-MNIST, where this machine has it.")
+        bool, Option("--full", help="Use the whole Fashion-MNIST, if this machine has it.")
     ] = False
     out: Annotated[
         Path | None,
@@ -114,78 +114,78 @@ class Training(Output):
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """What was given for ``train``."""
+        """The arguments for ``train``."""
         names = ("epochs", "steps", "lr", "batch_size", "model", "data")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(kw_only=True)
 class Risks:
-    """What goes wrong, and what comes of it."""
+    """The options for faults and for what the run does about losses."""
 
     fault: Annotated[
         list[str],
-        Option("--fault", help=f'What goes wrong: "{EXAMPLE}"; may be repeated.'),
+        Option("--fault", help=f'A fault to inject: "{EXAMPLE}"; may be repeated.'),
     ] = field(default_factory=list)
     faults: Annotated[
-        Path | None, Option("--faults", help="The same as a TOML file of [[faults]].")
+        Path | None, Option("--faults", help="A TOML file with [[faults]] to inject.")
     ] = None
     on_loss: Annotated[
         str | None,
         Option(
             "--on-loss",
-            help="continue without a lost worker, or stop. [default: synchronous methods stop]",
+            help="continue without a lost worker, or stop. [default: stop if synchronous]",
         ),
     ] = None
     max_restarts: Annotated[
-        int, Option("--max-restarts", help="How many lost workers are started again.")
+        int, Option("--max-restarts", help="How many lost workers are restarted.")
     ] = 0
 
     def script(self) -> list[Fault]:
-        """All that is to go wrong."""
-        told = [parse_fault(text) for text in self.fault]
-        return told if self.faults is None else [*told, *read_faults(self.faults)]
+        """All faults to inject."""
+        faults = [parse_fault(text) for text in self.fault]
+        return faults if self.faults is None else [*faults, *read_faults(self.faults)]
 
     def policy(self) -> dict[str, Any]:
-        """What comes of a loss, for those who start a run."""
+        """What the run does about losses, as arguments of a run."""
         return {"on_loss": self.on_loss, "max_restarts": self.max_restarts}
 
 
 @dataclass(kw_only=True)
 class Saves:
-    """When a run is saved, and whether it goes on from where it was."""
+    """The options for checkpoints."""
 
     checkpoint_steps: Annotated[
         int | None,
-        Option("--checkpoint-steps", help="Save the whole run after so many steps of a worker."),
+        Option("--checkpoint-steps", help="Save a checkpoint every so many steps of a worker."),
     ] = None
     checkpoint_minutes: Annotated[
         float | None,
-        Option("--checkpoint-minutes", help="Save it after so many minutes of the run."),
+        Option("--checkpoint-minutes", help="Save a checkpoint every so many minutes."),
     ] = None
-    keep: Annotated[int, Option("--keep", help="How many checkpoints are kept.")] = 2
+    keep: Annotated[int, Option("--keep", help="How many checkpoints to keep.")] = 2
     resume: Annotated[
         bool,
-        Option("--resume", help="Go on from the newest checkpoint in --out, where there is one."),
+        Option("--resume", help="Resume from the newest checkpoint in --out, if there is one."),
     ] = False
 
     def policy(self) -> dict[str, Any]:
-        """The same for those who start a run."""
+        """These options as arguments of a run."""
         return vars(self)
 
 
 @dataclass(kw_only=True)
 class Calibrating(Output):
-    """What is calibrated, how thoroughly, and where to."""
+    """The options for a calibration."""
 
     script: Script = None
-    seed: Annotated[int, Option("--seed", help="Of everything random in the runs.")] = 0
+    seed: Annotated[int, Option("--seed", help="Seed of everything random.")] = 0
     steps: Annotated[
-        int | None, Option("--steps", help="End after so many steps a worker. [built-in: 100]")
+        int | None, Option("--steps", help="End after so many steps per worker. [built-in: 100]")
     ] = None
     batch_size: Annotated[
         int | None,
-        Option("--batch-size", help="Samples in a worker's batch. [built-in: 128 / workers]"),
+        Option("--batch-size", help="Samples per batch of a worker. [built-in: 128 / workers]"),
     ] = None
     model: Annotated[
         str | None,
@@ -196,31 +196,31 @@ class Calibrating(Output):
         ),
     ] = None
     transport: TransportName = None
-    rounds: Annotated[
-        int, Option("--rounds", help="How often everything is measured, in turn.")
-    ] = 3
-    out: Annotated[Path, Option("--out", help="The cluster file; of several models, one each.")] = (
-        Path("machine.toml")
-    )
+    rounds: Annotated[int, Option("--rounds", help="How often everything is measured.")] = 3
+    out: Annotated[
+        Path, Option("--out", help="The cluster file; for several models, one each.")
+    ] = Path("machine.toml")
 
     def arguments(self) -> dict[str, Any]:
-        """What was given for ``train``."""
+        """The arguments for ``train``."""
         names = ("steps", "batch_size", "model")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def refuse_beside(context: typer.Context, option: str, allowed: Container[str], why: str) -> None:
-    """Refuse what was typed together with ``option`` and is not ``allowed`` beside it."""
+def refuse_together(
+    context: typer.Context, option: str, allowed: Container[str], reason: str
+) -> None:
+    """Refuse other options together with ``option``, except those ``allowed``."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         typed = source is not None and source.name == "COMMANDLINE"
         if typed and parameter.name not in allowed:
             name = max(parameter.opts, key=len)
-            raise UsageError(f"{name} must not be given with {option}: {why}")
+            raise UsageError(f"{name} must not be given with {option}: {reason}")
 
 
 def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], None]:
-    """Make a command of a function; what it raises becomes one sentence and an exit code."""
+    """Make a command of a function; its errors become one message and an exit code."""
 
     def register(body: Callable[..., None]) -> None:
         hints = get_type_hints(body, include_extras=True)
@@ -243,7 +243,7 @@ def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], 
 
 
 def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[str, Any]) -> None:
-    """Give ``run`` the parameters of ``body``, with the fields of its dataclasses instead."""
+    """Give ``run`` the parameters of ``body``, its dataclasses replaced by their fields."""
     own = [p for p in inspect.signature(body).parameters.values() if p.name not in shared]
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(annotation=hints[p.name], kind=kind) for p in own]
@@ -258,14 +258,14 @@ def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[st
 
 @contextmanager
 def errors_as_exit_codes(output: Output) -> Iterator[None]:
-    """Say what went wrong in a sentence, and end with the code of its kind."""
+    """Print an error as one message, and exit with its exit code."""
     warnings.showwarning = _show_warning
     try:
         yield
     except KeyboardInterrupt as interrupt:
         print("; ".join(["paceline: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         if any(thread.name.startswith("rank-") for thread in threading.enumerate()):
-            # A simulated rank still runs, and may write when the interpreter ends, which aborts it.
+            # A simulated rank still runs; if it writes while the interpreter exits, that aborts.
             sys.stderr.flush()
             os._exit(130)
         raise typer.Exit(130) from None

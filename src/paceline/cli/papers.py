@@ -1,4 +1,4 @@
-"""``paceline papers``: the claims of the papers, run and judged."""
+"""``paceline papers``: test the claims of the papers, and show the verdicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was asked for; ``rates`` and ``out`` have defaults that hang on the rest."""
+    """The options of the command; the defaults of ``rates`` and ``out`` depend on the others."""
 
     name: str | None
     seed: int
@@ -30,7 +30,7 @@ class Choice:
     out: Path | None
 
     def claims(self) -> list[Claim]:
-        """The claim that was named, or all of them."""
+        """The named claim, or all claims."""
         return [find_claim(name) for name in ([self.name] if self.name else CLAIMS)]
 
     def rates_path(self) -> Path:
@@ -41,7 +41,7 @@ class Choice:
 
 
 def list_claims(screen: Screen, choice: Choice) -> None:
-    """Say what each claim is, where it is from, how it is tried and judged."""
+    """Show each claim, its source, and how it is tested and judged."""
     claims = choice.claims()
     for claim in claims:
         _show_words(screen, claim)
@@ -70,20 +70,20 @@ def sweep_rates(screen: Screen, choice: Choice) -> None:
 
 
 def try_claims(screen: Screen, choice: Choice) -> None:
-    """Run the claims, show what came of each, and say the verdicts."""
+    """Test the claims, and show the figures and verdicts."""
     claims, scope = choice.claims(), scope_of(choice)
     folder = choice.out or choose_out(None, "papers")
     from paceline.lab.papers.experiment import run_claims
 
-    began_s, last_said = time.monotonic(), -1
+    began_s, last_shown = time.monotonic(), -1
 
-    def say(done: int, planned: int) -> None:
-        nonlocal last_said
-        if (tenth := 10 * done // planned) > last_said:
-            last_said = tenth
+    def show_progress(done: int, planned: int) -> None:
+        nonlocal last_shown
+        if (tenth := 10 * done // planned) > last_shown:
+            last_shown = tenth
             screen.say(f"{done} of {planned} runs, {seconds(time.monotonic() - began_s)}")
 
-    findings = run_claims(claims, scope, folder=folder, on_run=say)
+    findings = run_claims(claims, scope, folder=folder, on_run=show_progress)
     for finding in findings:
         show_finding(screen, finding)
     _show_summary(screen, findings)
@@ -102,7 +102,7 @@ def try_claims(screen: Screen, choice: Choice) -> None:
 
 
 def scope_of(choice: Choice) -> Scope:
-    """How much is run; refuses data and rates that are not there."""
+    """The extent of the tests; refuses missing data or rates."""
     from paceline.lab.papers.claim import Scope
     from paceline.lab.papers.rates import LearningRates
     from paceline.lab.papers.tasks import check_data
@@ -115,13 +115,13 @@ def scope_of(choice: Choice) -> Scope:
 
 
 def show_finding(screen: Screen, finding: ClaimResult) -> None:
-    """The claim, where it is from, the figures with their spread, and the verdict."""
+    """Show a claim, its source, the figures with their intervals, and the verdict."""
     _show_words(screen, finding.claim)
     for figure in finding.figures:
         screen.show(f"    {_line_of(figure)}")
     screen.show(f"  {finding.verdict}")
     if finding.decides != "yes":
-        _show_text(screen, "    ", f"Can the set-up decide it? {finding.decides}.")
+        _show_text(screen, "    ", f"Can this setup decide it? {finding.decides}.")
     for reason in finding.reasons:
         screen.show(f"    {reason}")
 

@@ -1,11 +1,11 @@
-"""What a command shows: lines and tables for people, one JSON object for programs."""
+"""The output of commands: lines and tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,19 +17,20 @@ from paceline.sim.models import stands_for_note
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from paceline.record.result import Result
 
 
 class Screen:
-    """Where a command writes: to standard output; with ``--json`` to standard error instead."""
+    """Writes for people to standard output, or with ``--json`` to standard error."""
 
     def __init__(self, *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
 
     @property
     def console(self) -> Console:
-        """A console of rich, as wide as the terminal; where there is none, wide enough."""
+        """A rich console, as wide as the terminal; 120 columns if there is none."""
         from rich.console import Console
 
         console = Console(stderr=self.as_json, highlight=False, soft_wrap=False)
@@ -38,44 +39,45 @@ class Screen:
         return console
 
     def say(self, text: str = "") -> None:
-        """Say something on the way; not with ``--quiet``."""
+        """Show progress; nothing with ``--quiet``."""
         if not self.quiet:
             print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
     def show(self, text: str = "") -> None:
-        """Show a piece of the outcome to people."""
+        """Show a part of the outcome to people."""
         if not self.as_json:
             print(text, flush=True)
 
     def emit(self, outcome: Mapping[str, Any]) -> None:
-        """Write the outcome as the last line, if a program asked for it."""
+        """Print the outcome as the last line, with ``--json``."""
         if self.as_json:
             sys.stderr.flush()
             print(json.dumps(outcome), flush=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Show a table; where it is too wide, its rows one after the other."""
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        brief: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        """Show a table of ``rows``; if they are too wide, of ``brief`` ones.
+
+        If these are too wide as well, each row is shown as a list.
+        """
         if self.as_json:
             return
-        from rich import box
-        from rich.table import Table
-
-        console, cells = self.console, list(rows)
-        table = Table(box=box.SIMPLE_HEAD)
-        for place, name in enumerate(columns):
-            table.add_column(name, justify="right" if place else "left", no_wrap=True)
-        for row in cells:
-            table.add_row(*row)
+        console, brief = self.console, rows if brief is None else brief
         unlimited = console.options.update(max_width=1000)
-        if console.measure(table, options=unlimited).maximum <= console.width:
-            console.print(table)
-        else:
-            for row in cells:
-                print(row[0])
-                self.facts(dict(zip(columns[1:], row[1:], strict=True)))
+        for table in (_table(columns, rows), _compact(columns, rows), _compact(columns, brief)):
+            if console.measure(table, options=unlimited).maximum <= console.width:
+                console.print(table)
+                return
+        for row in rows:
+            print(row[0])
+            self.facts(dict(zip(columns[1:], row[1:], strict=True)))
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """Show names and values below each other."""
+        """Show names and values, one pair per line."""
         if not self.as_json:
             width = max(map(len, facts))
             for name, value in facts.items():
@@ -83,7 +85,7 @@ class Screen:
 
     @contextmanager
     def watch(self, steps: int | None) -> Iterator[Watch]:
-        """Show how a run gets on: a bar on a terminal, lines elsewhere."""
+        """Show the progress of a run: a bar on a terminal, lines elsewhere."""
         if not self.quiet and self.console.is_terminal:
             with BarWatch(self, steps) as bar:
                 yield bar
@@ -92,42 +94,65 @@ class Screen:
 
     @contextmanager
     def tally(self, total: int, what: str) -> Iterator[Callable[[str], None]]:
-        """Show how many of some runs are done: call it with a line about each."""
+        """Show how many runs are done; call the result with a line about each."""
+        self.say(what)
         if self.quiet or not self.console.is_terminal:
-            self.say(what)
             numbers = count(1)
             yield lambda line: self.say(f"[{next(numbers)}/{total}] {line}")
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task("", total=total)
 
-            def tell(line: str) -> None:
+            def report(line: str) -> None:
                 bar.console.print(line, markup=False, highlight=False)
                 bar.advance(task)
 
-            yield tell
+            yield report
+
+
+def _compact(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with headings of several lines and little space between its columns."""
+    headings = [name.replace(" ", "\n") for name in columns]
+    return _table(headings, rows, compact=True)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], compact: bool = False) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=not compact,
+        pad_edge=not compact,
+        collapse_padding=compact,
+    )
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Watch:
-    """Hears of a run while it goes on, and says a line for each record."""
+    """Shows a line for each record that a run logs."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
 
     def metric(self, record: Mapping[str, Any]) -> None:
-        """Hear a record of ``worker.log``."""
+        """Show a record of ``worker.log``."""
         if record["rank"] == 0 or self._screen.verbose:
             self._screen.say(line_of(record, with_rank=self._screen.verbose))
 
     def progress(self, record: Mapping[str, Any]) -> None:
-        """Hear how far a worker is."""
+        """Show the progress of a worker."""
 
 
 class BarWatch(Watch):
-    """A bar with rate, loss and time left."""
+    """Shows a bar with rate, loss and remaining time."""
 
     def __init__(self, screen: Screen, steps: int | None) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -177,7 +202,7 @@ class BarWatch(Watch):
 
 
 def line_of(record: Mapping[str, Any], *, with_rank: bool) -> str:
-    """A record of ``worker.log`` in one line."""
+    """One line about a record of ``worker.log``."""
     shown = {k: v for k, v in record.items() if k not in ("t", "rank", "step", "samples")}
     parts = [f"rank {record['rank']}"] if with_rank else []
     parts += [f"{seconds(record['t'])}", f"step {record['step']}"]
@@ -185,7 +210,7 @@ def line_of(record: Mapping[str, Any], *, with_rank: bool) -> str:
 
 
 class Replayed(NamedTuple):
-    """How a replay compares with the run that was recorded."""
+    """How a replay compares with the recorded run."""
 
     path: str
     same: bool
@@ -193,18 +218,20 @@ class Replayed(NamedTuple):
 
 
 def show_result(
-    screen: Screen, result: Result, task: str, place: str, replay: Replayed | None = None
+    screen: Screen, result: Result, task: str, where: str, replay: Replayed | None = None
 ) -> None:
-    """Show what a run came to."""
-    many = f"{result.workers} worker{'s' if result.workers != 1 else ''}"
-    screen.say(f"{task}: {result.strategy}, {many}, {place}")
+    """Show the result of a run."""
+    workers = f"{result.workers} worker{'s' if result.workers != 1 else ''}"
+    screen.say(f"{task}: {result.strategy}, {workers}, {where}")
     facts = {"accuracy": number(result.accuracy), "loss": number(result.loss)}
     if result.virtual_seconds is not None:
         facts["virtual time"] = seconds(result.virtual_seconds)
     if result.as_model is not None:
         facts["as model"] = stands_for_note(result.as_model)
-    facts["wall time"] = f"{seconds(result.seconds)} after {seconds(result.startup_seconds)}"
-    facts["steps"] = f"{number(result.steps)} with {number(result.samples)} samples"
+    facts["wall time"] = (
+        f"{seconds(result.seconds)}, after {seconds(result.startup_seconds)} to start"
+    )
+    facts["steps"] = f"{number(result.steps)} on {number(result.samples)} samples"
     facts["sent"] = size(result.bytes_sent)
     if result.wire_bytes is not None:
         facts["sent"] += f" ({size(result.wire_bytes)} on the links)"

@@ -1,4 +1,4 @@
-"""What to train: the built-in task, or the user's script, looked at before anything starts."""
+"""The task to train: the built-in task, or the user's script, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.record.folder import check_out
 
 @dataclass(frozen=True)
 class Task:
-    """A training function that can be found by name, and the arguments for it."""
+    """A training function by name, and its arguments."""
 
     name: str
     reference: dict[str, Any]
@@ -32,7 +32,7 @@ class Task:
 
 
 def find_task(chosen: Training) -> Task:
-    """The task of a command; refuses a script or an argument that cannot work."""
+    """The task of a command; refuses a script or an argument that is wrong."""
     script, arguments = chosen.script, chosen.arguments()
     _check_numbers(arguments)
     check_seed(chosen.seed)
@@ -51,7 +51,7 @@ def find_task(chosen: Training) -> Task:
 
 
 def recorded_task(config: Mapping[str, Any]) -> Task:
-    """The task of a real run, from its configuration; looked at, and not imported."""
+    """The task of a real run, from its configuration; checked, but not imported."""
     from paceline.common.reference import check_reference
 
     reference, arguments = config["train"], config["arguments"]
@@ -63,7 +63,7 @@ def recorded_task(config: Mapping[str, Any]) -> Task:
 
 
 def choose_out(out: Path | None, what: str) -> Path:
-    """The folder of a run: the one that was given, or a fresh one under ``runs``."""
+    """The folder of a run: the given one, or a new one under ``runs``."""
     if out is not None:
         check_out(out)
         return out
@@ -71,14 +71,14 @@ def choose_out(out: Path | None, what: str) -> Path:
     check_out(stem.parent)
     for number in itertools.count(1):
         chosen = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        with suppress(FileExistsError):  # it is an earlier run's, or one's that begins together
+        with suppress(FileExistsError):  # of an earlier run, or one that started in the same second
             chosen.mkdir(FOLDER_MODE)
             break
     return chosen
 
 
 def check_device(device: str) -> None:
-    """Refuse what is not the name of a device; whether it is there, the run finds out."""
+    """Refuse what is not the name of a device; the run itself checks that it exists."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"device ({device}) must be cpu, cuda, or cuda:0, cuda:1, ...")
 
@@ -92,7 +92,7 @@ def _check_numbers(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:
-    """Read the script without running it: it has a ``train``, which takes the arguments."""
+    """Refuse a script without a ``train`` that takes the arguments; does not run the script."""
     try:
         tree = ast.parse(read_bytes(script), str(script))
     except OSError as error:
@@ -115,16 +115,16 @@ def _check_parameters(script: Path, train: ast.FunctionDef, arguments: Mapping[s
         raise UsageError(f"script ({script}): train() must take the worker: def train(worker)")
     for name in arguments:
         if name not in names[1:] and train.args.kwarg is None:
-            taken = ", ".join(names[1:]) or "the worker alone"
+            taken = ", ".join(names[1:]) or "only the worker"
             option = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{option} ({arguments[name]}) cannot be passed on: train in {script} has no"
+                f"{option} ({arguments[name]}) cannot be passed: train in {script} has no"
                 f" parameter {name}; it takes {taken}"
             )
 
 
 def _other_names(tree: ast.Module) -> set[str]:
-    """Names that a script imports or assigns at its top level."""
+    """The names that a script imports or assigns at its top level."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

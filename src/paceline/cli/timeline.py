@@ -1,4 +1,4 @@
-"""``paceline timeline``: the traces of runs, for Perfetto and as a picture."""
+"""``paceline timeline``: write the traces of runs for Perfetto, and as a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_timeline(
     from_s: float | None,
     to_s: float | None,
 ) -> None:
-    """Write the timeline of some runs, and say where the time of their ranks went."""
+    """Write the timeline of runs, and show how their ranks spent their time."""
     runs = [TracedRun(folder) for folder in folders]
     shown = _window(runs, from_s, to_s)
     path = out or folders[0] / TIMELINE
@@ -43,7 +43,7 @@ def show_timeline(
 def _window(
     runs: Sequence[TracedRun], from_s: float | None, to_s: float | None
 ) -> tuple[float, float]:
-    """What a picture shows: from the first step to the last, and no more than was asked for."""
+    """The time that a picture shows: from the first step to the last, within the options."""
     first_s, last_s = min(run.begin_s for run in runs), max(run.end_s for run in runs)
     if from_s is not None and to_s is not None and not from_s < to_s:
         raise UsageError(f"--from ({from_s} s) must be before --to ({to_s} s)")
@@ -64,9 +64,7 @@ def _writing(name: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{name} ({path}) must be a file that can be written: {error.strerror}"
-        ) from None
+        raise UsageError(f"{name} ({path}) must be a writable file: {error.strerror}") from None
 
 
 def _write_trace(
@@ -76,7 +74,7 @@ def _write_trace(
     from_s: float | None,
     to_s: float | None,
 ) -> int:
-    """Write the trace events, and count the time on the way; return how many events there are."""
+    """Write the trace events and tally the time; return the number of events."""
     low_s = -math.inf if from_s is None else from_s
     high_s = math.inf if to_s is None else to_s
     with open_text(path) as file:
@@ -102,15 +100,15 @@ def _show(
 ) -> None:
     rows, table = [], []
     for run, name, tally in zip(runs, names_of(runs), tallies, strict=True):
-        for rank, mine in tally.seconds.items():
+        for rank, spent in tally.seconds.items():
             where = {"run": str(run.path), "rank": rank, "worker": run.times[rank].is_worker}
-            rows.append({**where, "seconds": mine})
-            table.append([f"{name} {run.label(rank)}", *(seconds(mine[kind]) for kind in KINDS)])
+            rows.append({**where, "seconds": spent})
+            table.append([f"{name} {run.label(rank)}", *(seconds(spent[kind]) for kind in KINDS)])
     screen.table(["", *NAMES.values()], table)
     screen.facts(
         {
-            "timeline": f"{files['path']}, {number(files['events'])} events: open it in"
-            " Perfetto (ui.perfetto.dev)"
+            "timeline": files["path"],
+            "events": f"{number(files['events'])}; open the file in Perfetto (ui.perfetto.dev)",
         }
     )
     if files["svg"]:

@@ -1,4 +1,4 @@
-"""Runs as the commands make them: real or virtual, shown while they go on."""
+"""The runs of the commands: real or virtual, with their progress shown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train and how, wherever it runs."""
+    """What to train and how, in real processes or simulated."""
 
     task: Task
     strategy: Strategy
@@ -47,9 +47,9 @@ class Job:
         faults: Sequence[Fault] = (),
         policy: Mapping[str, Any] | None = None,
     ) -> Result | None:
-        """Run in real processes: those of a launcher, of which this is one, or some of our own.
+        """Run in real processes: those of another launcher, including this one, or our own.
 
-        The result; None on the ranks of a launcher other than 0.
+        Returns the result; None on ranks other than 0 under another launcher.
         """
         world = launched().size
         count = (world if world > 1 else 2) if workers is None else workers
@@ -97,7 +97,7 @@ class Job:
         faults: Sequence[Fault] = (),
         policy: Mapping[str, Any] | None = None,
     ) -> Result:
-        """Run on a simulated cluster, in an order of its own or that of a recorded run."""
+        """Run on a simulated cluster; with ``replay``, in the order of a recorded run."""
         check_virtual_workers(workers, self.strategy)
         kind = "sim" if replay is None else "replay"
         folder = choose_out(self.out, f"{kind}-{strategy_name(self.strategy)}-{workers}")
@@ -130,22 +130,22 @@ class Job:
 
 
 def join_run(screen: Screen, folder: Path) -> None:
-    """Have a worker join a run that goes on."""
+    """Ask a running run to add a worker."""
     from paceline.launcher.join_socket import ask
 
-    told = ask(folder, {"ask": "join"})
-    if "error" in told:
-        raise PacelineError(f"the run in {folder} takes no worker in: {told['error']}")
-    screen.show(f"Worker {told['rank']} joins the run in {folder}.")
-    screen.emit(told)
+    reply = ask(folder, {"ask": "join"})
+    if "error" in reply:
+        raise PacelineError(f"the run in {folder} cannot take a worker: {reply['error']}")
+    screen.show(f"Worker {reply['rank']} joins the run in {folder}.")
+    screen.emit(reply)
 
 
 def replay_run(
     screen: Screen, path: Path, cluster: Cluster, out: Path | None, *, trace: bool
 ) -> None:
-    """Replay a real run, and show whether it comes to the same parameters.
+    """Replay a real run, and show whether it ends with the same parameters.
 
-    Nothing that the folder names is imported before all that is in it has been looked at.
+    Everything in the folder is checked before any code that it names is imported.
     """
     from paceline.sim.replay import check_trace
 
@@ -154,8 +154,8 @@ def replay_run(
     check_trace(run)
     with refuse_malformed(f"replay ({path}) must be the folder of a real run"):
         recorded, task = run.model, recorded_task(run.config)
-        where = next(place for kind, place in task.reference.items() if kind != "name")
-        screen.say(f"Replaying {path}, which has {task.reference['name']} of {where} run")
+        source = next(location for kind, location in task.reference.items() if kind != "name")
+        screen.say(f"Replaying {path}, a run of {task.reference['name']} in {source}")
         method, seed = _recorded_method(run), run.config["seed"]
     job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace)
     result = job.simulate(screen, run.config["workers"], cluster, path)
@@ -174,8 +174,8 @@ def _recorded_method(run: RecordedRun) -> Strategy:
     try:
         return unpack_strategy(method)
     except (ImportError, AttributeError) as error:
-        told = run.config["strategy"]
-        raise UsageError(f"strategy ({told}) must be one that can be imported: {error}") from None
+        recorded = run.config["strategy"]
+        raise UsageError(f"strategy ({recorded}) must be importable: {error}") from None
 
 
 def _compared(run: RecordedRun, difference: float | None) -> Replayed:
@@ -185,7 +185,7 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
         threads, world = run.config["threads"], run.config["world"]
         verdict = (
             f"parameters differ by up to {difference:g} from the recorded run"
-            f" ({world}, {threads} thread{'s' if threads != 1 else ''} a rank)"
+            f" ({world}, {threads} thread{'s' if threads != 1 else ''} per rank)"
         )
     return Replayed(str(run.path), same, verdict)
 
@@ -196,14 +196,14 @@ _NOT_UNDER_LAUNCHER = {
 }
 
 
-def _refuse_under_launcher(asked: Mapping[str, Any]) -> None:
-    """Refuse what was asked for and cannot be had in processes that another has started."""
+def _refuse_under_launcher(options: Mapping[str, Any]) -> None:
+    """Refuse options that do not work in processes of another launcher."""
     for reason, names in _NOT_UNDER_LAUNCHER.items():
-        for name in filter(asked.get, names):
+        for name in filter(options.get, names):
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} must not be given under a launcher: {reason}")
 
 
 def default_transport() -> str:
-    """Shared memory where there is one; elsewhere gloo."""
+    """Shared memory on Linux; elsewhere gloo."""
     return "shared_memory" if sys.platform == "linux" else "distributed"

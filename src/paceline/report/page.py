@@ -57,9 +57,7 @@ def write_report(
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"out ({path}) must be a file that can be written: {error.strerror}"
-        ) from None
+        raise UsageError(f"out ({path}) must be a writable file: {error.strerror}") from None
     return path
 
 

@@ -234,8 +234,8 @@ def test_what_is_no_run_is_refused_in_a_sentence(paceline, runs, tmp_path):
         (["--from", 9], "--from (9.0 s) must be before the last step of the runs, at 0."),
         (["--to", -9], "--to (-9.0 s) must be after the first step of the runs, at -0."),
         (["--from", 0.02, "--to", 0.01], "--from (0.02 s) must be before --to (0.01 s)"),
-        (["--out", "no/such/folder.json"], "out (no/such/folder.json) must be a file that can be"),
-        (["--svg", "no/such.svg"], "svg (no/such.svg) must be a file that can be written"),
+        (["--out", "no/such/folder.json"], "out (no/such/folder.json) must be a writable file"),
+        (["--svg", "no/such.svg"], "svg (no/such.svg) must be a writable file"),
     ],
 )
 def test_a_bad_option_is_refused_in_a_sentence(more, why, paceline, runs):
