@@ -102,7 +102,7 @@ def test_a_method_that_breaks_off_is_a_row_with_its_error(outcome, tmp_path):
     broken, fine = told["rows"]
     assert "rank 1" in broken["error"] and broken["accuracy"] is None
     assert set(broken) == set(fine) and fine["lost_workers"] == 1
-    assert "allreduce broke off: lost rank 1" in Path(told["report"]).read_text()
+    assert "allreduce failed: lost rank 1" in Path(told["report"]).read_text()
 
 
 def test_where_every_run_fails_so_does_the_comparison(outcome, paceline, tmp_path):
@@ -152,7 +152,7 @@ def test_real_and_simulated_runs_are_reported_together(outcome, tmp_path):
 def test_a_folder_that_is_no_run_is_refused(outcome, tmp_path):
     (tmp_path / "empty").mkdir()
     told = outcome("report", "empty", code=2)
-    assert "folder (empty) must be one that paceline compare, run or sim has written" in str(told)
+    assert "folder (empty) must be one that paceline compare, run or sim has completed" in str(told)
     outcome("sim", "--steps", 1, "-w", 2, "--model", "mlp", "--out", "s")
     told = outcome("report", "s", "--out", "nowhere/r.html", code=2)
     assert "out (nowhere/r.html) must be a writable file" in told["error"]

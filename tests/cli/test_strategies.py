@@ -12,7 +12,7 @@ import pytest
 
 import paceline as pl
 from paceline.cli import main
-from paceline.cli.about import SHOWN, TOLD, parts_of
+from paceline.cli.about import IN_JSON, SHOWN, parts_of
 from paceline.strategies import STRATEGIES, describe, strategy_class
 
 KEYS = {"name", "summary", "paper", "options", "synchronous", "servers"}
@@ -48,7 +48,7 @@ def headings(lines):
 def test_a_docstring_has_every_part(name):
     told, parts = describe(name), parts_of(name)
     assert re.fullmatch(r"[A-Z][\w -]+: .+\.", told["summary"])
-    wanted = {*TOLD, "Symbols", "Example", *(["Args"] if told["options"] else [])}
+    wanted = {*IN_JSON, "Symbols", "Example", *(["Args"] if told["options"] else [])}
     assert wanted <= set(parts) <= {"Summary", *SHOWN}
     assert "Notes" not in parts, "a paragraph stands where no heading claims it"
     assert "Reference:" in inspect.getdoc(strategy_class(name))

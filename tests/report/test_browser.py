@@ -20,11 +20,11 @@ pytestmark = [
 
 
 def everything():
-    """Many methods, places and seeds, with names and numbers that are hard to place."""
+    """Many methods, systems and seeds, with names and numbers that are hard to lay out."""
     methods = {"allreduce": 2.0, "sasgd": 1.0, "easgd": 0.004, "gossip": 90.0, LONG: 3.0, EVIL: 5.0}
     runs = [
-        run(method, workers, seed, place=place, evaluation_s=evaluation_s * (1 + seed / 10))
-        for place in ("lab", "a-cluster-of-" + "many-" * 12 + "words")
+        run(method, workers, seed, system=system, evaluation_s=evaluation_s * (1 + seed / 10))
+        for system in ("lab", "a-cluster-of-" + "many-" * 12 + "words")
         for workers in (1, 64)
         for seed in (0, 1, 2)
         for method, evaluation_s in methods.items()

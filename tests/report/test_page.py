@@ -12,8 +12,8 @@ from support.reports import material, result, run
 
 from paceline.errors import UsageError
 from paceline.report.charts import BYTES_SENT, EPOCHS, TIME, curves, measure_of, splits
-from paceline.report.page import load_template, render, tied
-from paceline.report.svg import COLOURS, Axis, log_ticks, style, ticks
+from paceline.report.page import load_template, no_break, render
+from paceline.report.svg import COLORS, Axis, log_ticks, style, ticks
 
 EVIL = "<script>window.alarmed = true</script><img src=x onerror=alarm()>\"'&"
 
@@ -56,8 +56,8 @@ def page_of(*runs, **more):
 @pytest.fixture(scope="module")
 def page():
     runs = [
-        run(method, workers, seed, place=place, evaluation_s=evaluation_s)
-        for place in ("lab", "wan")
+        run(method, workers, seed, system=system, evaluation_s=evaluation_s)
+        for system in ("lab", "wan")
         for workers in (4, 16)
         for seed in (0, 1, 2)
         for method, evaluation_s in (("allreduce", 2.0), ("sasgd", 1.0), ("mine(interval=2)", 3.0))
@@ -78,8 +78,8 @@ def test_every_picture_is_there_and_told_in_words(page):
         "Accuracy against epochs, 16 workers on wan",
         "Accuracy against bytes sent",
         "Time to accuracy 0.7 by number of workers, lab",
-        "Where the time of each worker of sasgd went",
-        "Ages of what allreduce applied",
+        "How each worker of sasgd spent its time",
+        "Staleness of allreduce",
         "Distance from the mean model by number of workers, wan",
     ):
         assert any(name.startswith(what) for name in named), what
@@ -124,7 +124,7 @@ def test_anchors_lead_somewhere(page):
 
 def test_names_are_text_and_nothing_else():
     reader = page_of(
-        run(EVIL, place=EVIL), run("sasgd", place=EVIL, error=EVIL), task=EVIL, command=EVIL
+        run(EVIL, system=EVIL), run("sasgd", system=EVIL, error=EVIL), task=EVIL, command=EVIL
     )
     assert not {"script", "img"} & set(reader.tags)
     assert not [key for _, key, _ in reader.attributes if key.startswith("on")]
@@ -167,10 +167,10 @@ def test_what_is_not_known_is_left_out():
 
 def test_a_large_comparison_stays_below_2_mb():
     runs = [
-        run(f"method-{i}", workers, place=place, evaluations=400)
+        run(f"method-{i}", workers, system=system, evaluations=400)
         for i in range(11)
         for workers in (4, 16, 64, 256)
-        for place in ("lab", "wan")
+        for system in ("lab", "wan")
     ]
     page = render(material(*runs))
     assert 500_000 < len(page.encode()) < 2_000_000
@@ -256,7 +256,7 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colour", [*COLOURS, "#555555", "#333333", "#0060a8", "#8a3a00"])
+@pytest.mark.parametrize("colour", [*COLORS, "#555555", "#333333", "#0060a8", "#8a3a00"])
 def test_colours_stand_out_from_white(colour):
     assert 1.05 / (luminance(colour) + 0.05) > 4.5
 
@@ -287,7 +287,7 @@ def test_an_axis_of_one_value_has_room():
 
 
 def test_numbers_keep_their_units():
-    assert tied("1.5 ms and 3 MB in 4 runs") == "1.5\u00a0ms and 3\u00a0MB in 4 runs"
+    assert no_break("1.5 ms and 3 MB in 4 runs") == "1.5\u00a0ms and 3\u00a0MB in 4 runs"
 
 
 def test_what_a_report_needs_survives_json():

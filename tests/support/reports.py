@@ -60,14 +60,14 @@ def result(
     return Result(**{**facts, **more})
 
 
-def run(method="allreduce", workers=4, seed=0, *, place="lab", error=None, **more):
+def run(method="allreduce", workers=4, seed=0, *, system="lab", error=None, **more):
     """A simulated run."""
     return Run(
         strategy=method,
-        setting=Setting(place, workers),
+        setting=Setting(system, workers),
         seed=seed,
         config={
-            "cluster": {**CLUSTER, "name": place},
+            "cluster": {**CLUSTER, "name": system},
             "arguments": {"epochs": 6},
             "strategy": {"class": {}, "fields": {"interval": 16}},
         },

@@ -326,7 +326,7 @@ def calibrate(
         int | None, Option("--repeats", help="With --check: real runs for each. [default: 5]")
     ] = None,
 ) -> None:
-    """Measure this machine, and write a cluster file for the simulator."""
+    """Measure this machine, and write a cluster file. The simulator can then predict its runs."""
     from paceline.cli import calibrate as c
 
     if not check:

@@ -1,4 +1,4 @@
-"""The charts of a report: each a picture, a sentence for who does not see it, and its numbers."""
+"""The charts of a report: each is a picture with a description and a table of its numbers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 Styles = Mapping[str, Style]
 Row = Sequence[str]
 KINDS = {"compute": "#7fb2d9", "wait": "url(#hatch)", "io": "#1f1f1f"}
-"""What a worker's time goes into, and how that is filled."""
+"""How a worker spends its time, and the fill of each kind."""
 MOST_ROWS = 12
 _LINEAR_UP_TO = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture with its caption, and a table of the same numbers."""
+    """A picture with a caption, and a table of the same numbers."""
 
     caption: str
     svg: str
@@ -38,14 +38,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit in which numbers are short."""
+    """A unit for numbers of some size."""
 
     scale: float
     name: str
 
     @classmethod
     def of(cls, largest: float, units: Sequence[tuple[float, str]]) -> Unit:
-        """The largest unit of which there still is one, or the last."""
+        """The largest unit that is at most ``largest``, or the smallest unit."""
         fitting = (unit for unit in units if largest >= unit[0])
         return cls(*next(fitting, units[-1]))
 
@@ -61,15 +61,15 @@ ONE = ((1.0, ""),)
 
 @dataclass(frozen=True)
 class Across:
-    """What a curve is drawn against: its name, its units, and where a record lies on it."""
+    """The x axis of a curve: its title, its units, and the x value of a record."""
 
     title: str
     units: Sequence[tuple[float, str]]
-    place: Callable[[Result, Mapping[str, Any]], float | None]
+    x_of: Callable[[Result, Mapping[str, Any]], float | None]
 
 
 TIME = Across("time", SECONDS, lambda result, record: record["t"] - result.first_step_s)
-VIRTUAL_TIME = Across("virtual time", SECONDS, TIME.place)
+VIRTUAL_TIME = Across("virtual time", SECONDS, TIME.x_of)
 BYTES_SENT = Across("bytes sent", BYTES, lambda result, record: record.get("all_bytes"))
 EPOCHS = Across(
     "epochs",
@@ -84,14 +84,14 @@ def _divide(part: float | None, whole: float | None) -> float | None:
 
 
 def measure_of(material: Material) -> str:
-    """What curves show: the accuracy, if anything has logged it; otherwise the loss."""
+    """What curves show: the accuracy if any run logged it, otherwise the loss."""
     logged = {name for run in material.runs if run.result for m in run.result.metrics for name in m}
     return "accuracy" if "accuracy" in logged else "loss"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean over seeds at each evaluation, and the lowest and highest of them."""
+    """The mean over seeds at each evaluation, and the lowest and highest value."""
 
     middle: list[Point]
     low: list[Point]
@@ -101,7 +101,7 @@ class Curve:
 def curves(
     material: Material, setting: Setting, across: Across, styles: Styles, most: int
 ) -> Chart | None:
-    """Accuracy of every method against something; None where nobody knows it."""
+    """The accuracy of every method against ``across``; None if no run has values for it."""
     measure = measure_of(material)
     found = {
         method: curve
@@ -112,7 +112,7 @@ def curves(
         return None
     points = [p for curve in found.values() for p in (*curve.low, *curve.high)]
     unit = Unit.of(max(x for x, _ in points), across.units)
-    title = _in(across.title, unit)
+    title = _with_unit(across.title, unit)
     levels = [material.target] if material.target is not None and measure == "accuracy" else []
     low, high = _bounds([*levels, *(y for _, y in points)])
     if levels:
@@ -121,7 +121,7 @@ def curves(
     plot = Plot(x_axis, Axis.of(measure, low, high))
     for level in levels:
         plot.level(level)
-    seen = {method: [*_pieces(curve, low)] for method, curve in found.items()}
+    seen = {method: [*_visible_parts(curve, low)] for method, curve in found.items()}
     for method, pieces in seen.items():
         for piece in pieces:
             if piece.low != piece.high:
@@ -135,7 +135,7 @@ def curves(
         for method, curve in found.items()
         for x, y in _thinned(curve.middle, MOST_ROWS)
     ]
-    described = f"{caption}, {setting}: {_ends(found, measure)}"
+    described = f"{caption}, {setting}: {_last_values(found, measure)}"
     return Chart(
         caption=caption, svg=plot.render(described), columns=("method", title, measure), rows=rows
     )
@@ -157,14 +157,14 @@ def _curve(results: Sequence[Result], across: Across, measure: str, most: int) -
 
 
 def _points(result: Result, across: Across, measure: str) -> list[Point]:
-    """What one rank has logged: the first that did."""
+    """The records of the first rank that logged the measure, as points."""
     records = [m for m in result.metrics if m.get(measure) is not None]
-    mine = [m for m in records if m["rank"] == records[0]["rank"]]
-    placed = [(across.place(result, m), float(m[measure])) for m in mine]
-    return [(x, y) for x, y in placed if x is not None]
+    own = [m for m in records if m["rank"] == records[0]["rank"]]
+    points = [(across.x_of(result, m), float(m[measure])) for m in own]
+    return [(x, y) for x, y in points if x is not None]
 
 
-def _ends(found: Mapping[str, Curve], measure: str) -> str:
+def _last_values(found: Mapping[str, Curve], measure: str) -> str:
     ends = [f"{method} {number(curve.middle[-1][1])}" for method, curve in found.items()]
     return f"last {measure} {', '.join(ends)}"
 
@@ -177,21 +177,21 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _lowest(found: Mapping[str, Curve], target: float) -> float:
-    """Where a chart may begin: well below the target, and below the best of every method."""
+    """The lowest value to draw: well below the target, and below the best of every method."""
     worst = min(max(y for _, y in curve.middle) for curve in found.values())
     return 0.05 * math.floor(20 * min(target - 0.25, worst - 0.05))
 
 
-def _pieces(curve: Curve, low: float) -> Iterator[Curve]:
+def _visible_parts(curve: Curve, low: float) -> Iterator[Curve]:
     """The parts of a curve that are not below ``low``."""
-    places = [i for i, (_, y) in enumerate(curve.middle) if y >= low]
-    for _, group in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+    visible = [i for i, (_, y) in enumerate(curve.middle) if y >= low]
+    for _, group in groupby(enumerate(visible), key=lambda pair: pair[1] - pair[0]):
         piece = [i for _, i in group]
         part = slice(piece[0], piece[-1] + 1)
         yield Curve(curve.middle[part], curve.low[part], curve.high[part])
 
 
-def _in(title: str, unit: Unit) -> str:
+def _with_unit(title: str, unit: Unit) -> str:
     return f"{title} ({unit.name})" if title and unit.name else title or unit.name
 
 
@@ -200,7 +200,7 @@ def _scaled(points: Sequence[Point], unit: Unit) -> list[Point]:
 
 
 def _thinned(items: Sequence[T], most: int) -> list[T]:
-    """At most so many of the items, the first and the last among them.
+    """At most ``most`` of the items, evenly spaced, including the first and the last.
 
     >>> _thinned(range(10), 4)
     [0, 3, 6, 9]
@@ -215,7 +215,7 @@ def _thinned(items: Sequence[T], most: int) -> list[T]:
 
 @dataclass(frozen=True)
 class ByWorkers:
-    """A number of each method for each number of workers."""
+    """A quantity of each method for each number of workers."""
 
     title: str
     units: Sequence[tuple[float, str]]
@@ -223,9 +223,9 @@ class ByWorkers:
     factor: float = 1.0
 
 
-def by_workers(material: Material, place: str, what: ByWorkers, styles: Styles) -> Chart | None:
-    """The number of each method against the number of workers, with a 90 % band over seeds."""
-    settings = [setting for setting in material.settings if setting.place == place]
+def by_workers(material: Material, system: str, what: ByWorkers, styles: Styles) -> Chart | None:
+    """A quantity of each method against the number of workers, with a 90 % band over seeds."""
+    settings = [setting for setting in material.settings if setting.system == system]
     found: dict[str, dict[int, Spread]] = {}
     for method in material.methods:
         for x, setting in enumerate(settings):
@@ -234,16 +234,16 @@ def by_workers(material: Material, place: str, what: ByWorkers, styles: Styles) 
                 found.setdefault(method, {})[x] = spread(values)
     if not found:
         return None
-    unit = Unit.of(max(s.mean for told in found.values() for s in told.values()), what.units)
+    unit = Unit.of(max(s.mean for spreads in found.values() for s in spreads.values()), what.units)
     plot = Plot(_counts(settings), _heights(found, unit, what.title))
     _draw(plot, found, unit, styles)
-    title = _in(what.title, unit)
+    title = _with_unit(what.title, unit)
     rows = [
         (method, str(settings[x].workers), _number_with_interval(s, unit))
-        for method, told in found.items()
-        for x, s in told.items()
+        for method, spreads in found.items()
+        for x, s in spreads.items()
     ]
-    caption = f"{what.title.capitalize()} by number of workers, {place}"
+    caption = f"{what.title.capitalize()} by number of workers, {system}"
     described = f"{caption} ({unit.name}): " + "; ".join(
         f"{method} with {workers} workers {value}" for method, workers, value in rows
     )
@@ -261,26 +261,28 @@ def _counts(settings: Sequence[Setting]) -> Axis:
 
 
 def _heights(found: Mapping[str, Mapping[int, Spread]], unit: Unit, title: str) -> Axis:
-    """From 0, unless the numbers are too far apart for that."""
-    means = [s.mean / unit.scale for told in found.values() for s in told.values()]
-    highs = [s.high / unit.scale for told in found.values() for s in told.values()]
+    """An axis from 0, or a logarithmic one if the values differ too much."""
+    means = [s.mean / unit.scale for spreads in found.values() for s in spreads.values()]
+    highs = [s.high / unit.scale for spreads in found.values() for s in spreads.values()]
     top = max(*means, min(max(highs), 1.6 * max(means))) or 1.0
     if min(means) > 0 and max(means) / min(means) > _LINEAR_UP_TO:
-        return Axis.of(f"{_in(title, unit)}, log scale", min(means) / 1.5, top * 1.2, log=True)
-    return Axis.of(_in(title, unit), 0.0, top * 1.05)
+        return Axis.of(
+            f"{_with_unit(title, unit)}, log scale", min(means) / 1.5, top * 1.2, log=True
+        )
+    return Axis.of(_with_unit(title, unit), 0.0, top * 1.05)
 
 
 def _draw(
     plot: Plot, found: Mapping[str, Mapping[int, Spread]], unit: Unit, styles: Styles
 ) -> None:
-    """Each method a little beside the others, so that they do not hide each other."""
-    room = 0.3 / max(1, len(found))
-    for place, (method, told) in enumerate(found.items()):
-        shift = (place - (len(found) - 1) / 2) * room
-        xs = {x: x + shift for x in told}
-        middle = [(xs[x], s.mean / unit.scale) for x, s in told.items()]
-        low = [(xs[x], s.low / unit.scale) for x, s in told.items()]
-        high = [(xs[x], s.high / unit.scale) for x, s in told.items()]
+    """Draw the methods shifted against each other, so that none hides another."""
+    gap = 0.3 / max(1, len(found))
+    for index, (method, spreads) in enumerate(found.items()):
+        shift = (index - (len(found) - 1) / 2) * gap
+        xs = {x: x + shift for x in spreads}
+        middle = [(xs[x], s.mean / unit.scale) for x, s in spreads.items()]
+        low = [(xs[x], s.low / unit.scale) for x, s in spreads.items()]
+        high = [(xs[x], s.high / unit.scale) for x, s in spreads.items()]
         if low != high:
             plot.band(low, high, styles[method])
             for (x, bottom), (_, top) in zip(low, high, strict=True):
@@ -288,19 +290,19 @@ def _draw(
         plot.line(middle, styles[method], method)
 
 
-def _number_with_interval(told: Spread, unit: Unit) -> str:
-    mean = number(round(told.mean / unit.scale, 4))
-    if told.seeds == 1:
+def _number_with_interval(spread: Spread, unit: Unit) -> str:
+    mean = number(round(spread.mean / unit.scale, 4))
+    if spread.seeds == 1:
         return mean
-    low, high = (number(round(v / unit.scale, 4)) for v in (told.low, told.high))
+    low, high = (number(round(v / unit.scale, 4)) for v in (spread.low, spread.high))
     return f"{mean} ({low} to {high})"
 
 
-# Where each worker's time went -------------------------------------------------------------------
+# How each worker spent its time ------------------------------------------------------------------
 
 
 def splits(material: Material, setting: Setting, most: int) -> Iterator[Chart]:
-    """For each method, a bar for each worker: compute, waiting, data; ``most`` of them."""
+    """For each method, a bar for each worker: compute, waiting, data; at most ``most`` bars."""
     found = {
         method: split
         for method in material.methods
@@ -313,7 +315,7 @@ def splits(material: Material, setting: Setting, most: int) -> Iterator[Chart]:
 
 
 Split = Sequence[Mapping[str, float]]
-"""The seconds of each worker, by what they went into."""
+"""The seconds of each worker by kind."""
 Groups = Sequence[tuple[str, Mapping[str, float]]]
 
 
@@ -329,10 +331,10 @@ def _split(results: Sequence[Result]) -> Split:
 def _split_chart(
     method: str, setting: Setting, split: Split, groups: Groups, longest: float, unit: Unit
 ) -> Chart:
-    marks = [(place + 0.5, label) for place, (label, _) in enumerate(groups)]
+    marks = [(index + 0.5, label) for index, (label, _) in enumerate(groups)]
     plot = Plot(
         Axis("worker", 0.0, float(len(groups)), marks[:: -(-len(marks) // 16)]),
-        Axis.of(_in("time", unit), 0.0, longest / unit.scale * 1.02),
+        Axis.of(_with_unit("time", unit), 0.0, longest / unit.scale * 1.02),
     )
     tops = [0.0] * len(groups)
     for kind, fill in KINDS.items():
@@ -342,7 +344,7 @@ def _split_chart(
     share = {kind: _share(split, kind) for kind in KINDS}
     caption = f"{method}: {share['wait']:.0%} waiting"
     described = (
-        f"Where the time of each worker of {method} went, {setting}: compute"
+        f"How each worker of {method} spent its time, {setting}: compute"
         f" {share['compute']:.0%}, waiting {share['wait']:.0%}, data {share['io']:.0%}"
     )
     rows = [
@@ -359,7 +361,7 @@ def _share(split: Split, kind: str) -> float:
 
 
 def _grouped(split: Split, most: int) -> Groups:
-    """One bar a worker; where they are many, the means of neighbours."""
+    """One bar per worker; if there are too many, means over neighboring workers."""
     size = -(-len(split) // most)
     groups: list[tuple[str, Mapping[str, float]]] = []
     for first in range(0, len(split), size):
@@ -374,7 +376,7 @@ def _grouped(split: Split, most: int) -> Groups:
 
 
 def ages(material: Material, setting: Setting, styles: Styles, most: int) -> Iterator[Chart]:
-    """For each method that applies what others made earlier: how old that was, in ``most`` bars."""
+    """For each method with staleness, a histogram of it in at most ``most`` bars."""
     for method in material.methods:
         counts: dict[int, int] = {}
         for result in material.results(setting, method):
@@ -385,7 +387,7 @@ def ages(material: Material, setting: Setting, styles: Styles, most: int) -> Ite
 
 
 def _histogram(
-    method: str, setting: Setting, counts: Mapping[int, int], how: Style, most: int
+    method: str, setting: Setting, counts: Mapping[int, int], style: Style, most: int
 ) -> Chart:
     size = -(-(max(counts) + 1) // most)
     bins = [0.0] * (max(counts) // size + 1)
@@ -394,20 +396,20 @@ def _histogram(
     labels = [
         str(i * size) if size == 1 else f"{i * size}-{(i + 1) * size - 1}" for i in range(len(bins))
     ]
-    marks = [(place + 0.5, label) for place, label in enumerate(labels)]
+    marks = [(index + 0.5, label) for index, label in enumerate(labels)]
     plot = Plot(
-        Axis("age", 0.0, max(4.0, float(len(bins))), marks[:: -(-len(marks) // 14)]),
+        Axis("staleness", 0.0, max(4.0, float(len(bins))), marks[:: -(-len(marks) // 14)]),
         Axis.of("share of all updates (%)", 0.0, max(bins) * 1.05),
     )
-    plot.bars([(0.0, height) for height in bins], how.colour)
+    plot.bars([(0.0, height) for height in bins], style.color)
     total = sum(counts.values())
     mean = sum(age * count for age, count in counts.items()) / total
     return Chart(
-        caption=f"{method}: age {mean:.1f} on average, {max(counts)} at most",
+        caption=f"{method}: staleness {mean:.1f} on average, {max(counts)} at most",
         svg=plot.render(
-            f"Ages of what {method} applied, {setting}: {mean:.1f} on average, {max(counts)} at"
+            f"Staleness of {method}, {setting}: {mean:.1f} on average, {max(counts)} at"
             f" most, over {total:,} updates"
         ),
-        columns=("age", "share (%)"),
+        columns=("staleness", "share (%)"),
         rows=[(label, f"{height:.2f}") for label, height in zip(labels, bins, strict=True)],
     )

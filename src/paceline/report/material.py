@@ -1,4 +1,4 @@
-"""What a report is made of: runs, read from the folder of a comparison or from their own."""
+"""The material of a report: runs, read from a comparison's folder or from their own folders."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from paceline.record.result import Result
 
 COMPARISON = "comparison.json"
-_MADE = ("versions", "platform", "git_revision")
+_PROVENANCE = ("versions", "platform", "git_revision")
 
 
 class Setting(NamedTuple):
-    """Where runs were made: a cluster or real processes, and how many workers there were."""
+    """The system that runs used (a cluster, or real processes), and the number of workers."""
 
-    place: str
+    system: str
     workers: int
 
     def __str__(self) -> str:
-        return f"{self.workers} worker{'s' if self.workers != 1 else ''} on {self.place}"
+        return f"{self.workers} worker{'s' if self.workers != 1 else ''} on {self.system}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run: what was asked for, what it was made by, and what came of it."""
+    """One run: its configuration, the versions that made it, and its result or error."""
 
     strategy: str
     setting: Setting
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """Runs to put side by side, and what they have in common."""
+    """Runs to compare, and what they have in common."""
 
     task: str
     target: float | None
@@ -60,27 +60,27 @@ class Material:
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings, by place and number of workers."""
-        places = [*dict.fromkeys(run.setting.place for run in self.runs)]
+        """The settings, ordered by system and number of workers."""
+        systems = [*dict.fromkeys(run.setting.system for run in self.runs)]
         found = {run.setting for run in self.runs}
-        return sorted(found, key=lambda s: (places.index(s.place), s.workers))
+        return sorted(found, key=lambda s: (systems.index(s.system), s.workers))
 
     @property
     def methods(self) -> list[str]:
-        """The methods, in the order in which they were asked for."""
+        """The methods, in the order of the runs."""
         return [*dict.fromkeys(run.strategy for run in self.runs)]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds that were used."""
+        """All seeds, sorted."""
         return sorted({run.seed for run in self.runs})
 
     def of(self, setting: Setting, method: str) -> list[Run]:
-        """The runs of a method, one a seed."""
+        """The runs of a method in a setting."""
         return [run for run in self.runs if (run.setting, run.strategy) == (setting, method)]
 
     def results(self, setting: Setting, method: str) -> list[Result]:
-        """What those came to that came to their end."""
+        """The results of those runs that did not fail."""
         return [run.result for run in self.of(setting, method) if run.result is not None]
 
 
@@ -93,7 +93,7 @@ def read_material(folders: Sequence[Path], target: float | None = None) -> Mater
 def _material(folders: Sequence[Path], target: float | None) -> Material:
     if len(folders) == 1 and (folders[0] / COMPARISON).is_file():
         return _comparison(folders[0], target)
-    runs = _named_apart([_run(folder) for folder in folders])
+    runs = _numbered([_run(folder) for folder in folders])
     tasks = [*dict.fromkeys(_task(run.config) for run in runs)]
     built_in = all(run.config.get("train") == BUILT_IN for run in runs)
     return Material(
@@ -104,48 +104,48 @@ def _material(folders: Sequence[Path], target: float | None) -> Material:
 
 
 def _comparison(folder: Path, target: float | None) -> Material:
-    told = _read(folder, COMPARISON)
-    runs = [_trial(folder, entry) for entry in told["runs"]]
+    plan = _read(folder, COMPARISON)
+    runs = [_trial(folder, entry) for entry in plan["runs"]]
     return Material(
-        task=told["task"],
-        target=told["target"] if target is None else target,
-        runs=_named_apart(runs),
-        command=told["command"],
-        made_at=told["made_at"],
+        task=plan["task"],
+        target=plan["target"] if target is None else target,
+        runs=_numbered(runs),
+        command=plan["command"],
+        made_at=plan["made_at"],
     )
 
 
 def _trial(folder: Path, entry: Mapping[str, Any]) -> Run:
     """A run of a comparison, from the file that holds its outcome."""
-    told = _read(folder, entry["file"])
+    trial = _read(folder, entry["file"])
     return Run(
         strategy=entry["strategy"],
-        setting=Setting(_place(told["config"]), entry["workers"]),
+        setting=Setting(_system(trial["config"]), entry["workers"]),
         seed=entry["seed"],
-        config=told["config"],
-        made=told["made"],
-        result=_result(told["outcome"]["result"]),
-        error=told["outcome"]["error"],
+        config=trial["config"],
+        made=trial["made"],
+        result=_result(trial["outcome"]["result"]),
+        error=trial["outcome"]["error"],
     )
 
 
 def _run(folder: Path) -> Run:
     """A run from its own folder."""
-    config, told = _read(folder, CONFIG), _read(folder, RESULT)
+    config, result = _read(folder, CONFIG), _read(folder, RESULT)
     return Run(
         strategy=config["spec"],
-        setting=Setting(_place(config), told["workers"]),
-        seed=told["seed"],
-        config={key: value for key, value in config.items() if key not in _MADE},
-        made={key: config[key] for key in _MADE},
-        result=_result(told),
+        setting=Setting(_system(config), result["workers"]),
+        seed=result["seed"],
+        config={key: value for key, value in config.items() if key not in _PROVENANCE},
+        made={key: config[key] for key in _PROVENANCE},
+        result=_result(result),
     )
 
 
-def _result(told: dict[str, Any] | None) -> Result | None:
+def _result(fields: dict[str, Any] | None) -> Result | None:
     from paceline.record.result import Result
 
-    return None if told is None else Result(**told)
+    return None if fields is None else Result(**fields)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -156,12 +156,12 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def rule(folders: Sequence[Path]) -> str:
-    """The beginning of a complaint about what folders hold."""
+    """The beginning of each error message about the content of folders."""
     names = ", ".join(map(str, folders))
-    return f"folder ({names}) must be one that paceline compare, run or sim has written to its end"
+    return f"folder ({names}) must be one that paceline compare, run or sim has completed"
 
 
-def _place(config: Mapping[str, Any]) -> str:
+def _system(config: Mapping[str, Any]) -> str:
     if "cluster" in config:
         return str(config["cluster"]["name"])
     return f"real processes ({config['world']})"
@@ -176,16 +176,16 @@ def _task(config: Mapping[str, Any]) -> str:
     return str(train or "a script")
 
 
-def _named_apart(runs: Iterable[Run]) -> list[Run]:
-    """Number the places that have one name and are not the same."""
+def _numbered(runs: Iterable[Run]) -> list[Run]:
+    """Number the systems that have the same name but differ."""
     known: dict[str, list[Any]] = {}
-    apart = []
+    numbered = []
     for run in runs:
-        place, workers = run.setting
-        same = known.setdefault(place, [])
+        system, workers = run.setting
+        same = known.setdefault(system, [])
         if (cluster := run.config.get("cluster")) not in same:
             same.append(cluster)
         number = same.index(cluster)
-        name = f"{place} #{number + 1}" if number else place
-        apart.append(Run(**{**vars(run), "setting": Setting(name, workers)}))
-    return apart
+        name = f"{system} #{number + 1}" if number else system
+        numbered.append(Run(**{**vars(run), "setting": Setting(name, workers)}))
+    return numbered

@@ -1,4 +1,4 @@
-"""The page: what the charts and the verdict come to, put into one HTML file."""
+"""The page: charts, verdicts and tables in one HTML file."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from paceline.strategies import describe, strategy_names
 if TYPE_CHECKING:
     from jinja2 import Template
 
-MOST_BYTES = 2_000_000
+MAX_BYTES = 2_000_000
 REPORT = "report.html"
 _DETAIL = ((120, 32), (40, 16), (12, 8), (6, 4), (0, 0))
-"""How many points a line and how many bars a chart has, at most: fewer, where the page would get
-too large; at last, there are no charts of single settings."""
+"""The most points in a line and bars in a chart. If the page is too large, the next pair is tried;
+the last one draws no charts of single settings."""
 
 
 def write_report(
     folders: Sequence[Path], *, target: float | None = None, out: Path | None = None
 ) -> Path:
-    """Build the report of a comparison's folder, or of runs; where it was written to."""
+    """Write the report of a comparison or of runs; returns its path."""
     material = read_material(folders, target)
     path = folders[0] / REPORT if out is None else out
     with refuse_malformed(rule(folders)):
@@ -66,13 +66,13 @@ def render(material: Material) -> str:
     template = load_template()
     for detail in _DETAIL:
         text = template.render(**_content(material, *detail))
-        if len(text.encode()) <= MOST_BYTES:
+        if len(text.encode()) <= MAX_BYTES:
             return text
     raise UsageError(f"runs ({len(material.runs)}) must be fewer: their report would be over 2 MB")
 
 
 def load_template() -> Template:
-    """The page without its content; refuses to go on where jinja2 is missing."""
+    """The template of the page; refuses to continue without jinja2."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
@@ -80,14 +80,14 @@ def load_template() -> Template:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["tied"] = tied
+    environment.filters["no_break"] = no_break
     return environment.from_string(files("paceline.report").joinpath("page.html").read_text())
 
 
-def tied(text: str) -> str:
-    """Numbers that do not part from their units at the end of a line.
+def no_break(text: str) -> str:
+    """Put no-break spaces between numbers and their units.
 
-    >>> tied("after 1.5 s, 90 % of 3 MB in 4 runs").count("\\u00a0")
+    >>> no_break("after 1.5 s, 90 % of 3 MB in 4 runs").count("\\u00a0")
     3
     """
     return re.sub(r"(?<=\d) (?=(?:ms|s|min|h|[KMGT]?B|%)(?:\W|$))", "\u00a0", text)
@@ -105,7 +105,7 @@ class Group:
 
 
 def _content(material: Material, points: int, bars: int) -> dict[str, Any]:
-    styles = {method: style(place) for place, method in enumerate(material.methods)}
+    styles = {method: style(number) for number, method in enumerate(material.methods)}
     verdicts = [verdict(material, setting) for setting in material.settings]
     virtual = [run.virtual for run in material.runs]
     drawn = material.settings if points else []
@@ -126,11 +126,11 @@ def _content(material: Material, points: int, bars: int) -> dict[str, Any]:
         "ages": _filled(
             Group(title=str(s), charts=[*ages(material, s, styles, bars)]) for s in drawn
         ),
-        "fresh": _without_ages(material),
+        "fresh": _never_stale(material),
         "consensus": _consensus(material, styles),
         "columns": _COLUMNS,
         "rows": [_row(material, s, m) for s in material.settings for m in material.methods],
-        "places": _places(material),
+        "systems": _systems(material),
         "rates": _rates(material),
         "facts": _facts(material),
         "runs": [_run_cells(run) for run in material.runs],
@@ -142,7 +142,7 @@ def _filled(groups: Iterable[Group]) -> list[Group]:
 
 
 def _about(method: str) -> str:
-    """What a method does, in a sentence; of one that is not registered, nothing."""
+    """The summary of a registered method; empty for others."""
     name = method.partition("(")[0]
     return str(describe(name)["summary"]) if name in strategy_names() else ""
 
@@ -159,9 +159,9 @@ def _curves(material: Material, setting: Setting, styles: Styles, points: int) -
 
 
 def _by_workers(material: Material, styles: Styles) -> list[Chart]:
-    """Time to the target by number of workers, a chart for each place; of one number, none."""
-    target, places = material.target, [setting.place for setting in material.settings]
-    if target is None or len(places) == len(set(places)):
+    """The time to the target by number of workers, one chart per system; none for one number."""
+    target, systems = material.target, [setting.system for setting in material.settings]
+    if target is None or len(systems) == len(set(systems)):
         return []
     table = {
         (setting, standing.method): standing.reached
@@ -170,7 +170,7 @@ def _by_workers(material: Material, styles: Styles) -> list[Chart]:
         if standing.always
     }
     what = ByWorkers(f"time to accuracy {target:g}", SECONDS, lambda s, m: table.get((s, m), ()))
-    return _for_each_place(material, what, styles)
+    return _for_each_system(material, what, styles)
 
 
 def _consensus(material: Material, styles: Styles) -> list[Chart]:
@@ -179,17 +179,17 @@ def _consensus(material: Material, styles: Styles) -> list[Chart]:
         return [r.consensus_distance for r in results if r.consensus_distance is not None]
 
     what = ByWorkers("distance from the mean model", ((1.0, "%"),), values, factor=100.0)
-    return _for_each_place(material, what, styles)
+    return _for_each_system(material, what, styles)
 
 
-def _for_each_place(material: Material, what: ByWorkers, styles: Styles) -> list[Chart]:
-    places = dict.fromkeys(setting.place for setting in material.settings)
-    found = [by_workers(material, place, what, styles) for place in places]
+def _for_each_system(material: Material, what: ByWorkers, styles: Styles) -> list[Chart]:
+    systems = dict.fromkeys(setting.system for setting in material.settings)
+    found = [by_workers(material, system, what, styles) for system in systems]
     return [chart for chart in found if chart is not None]
 
 
-def _without_ages(material: Material) -> list[str]:
-    """Methods that never apply anything old."""
+def _never_stale(material: Material) -> list[str]:
+    """The methods whose staleness is always 0."""
     oldest: dict[str, float] = {}
     for run in material.runs:
         if run.result is not None and (most := run.result.staleness_max) is not None:
@@ -202,7 +202,7 @@ def _without_ages(material: Material) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Board:
-    """The methods of a setting in the order of their times, each with a bar."""
+    """The methods of a setting, ordered by time, each with a bar."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
@@ -224,7 +224,7 @@ def _board(material: Material, setting: Setting) -> Board:
 
 def _time_text(standing: Standing) -> str:
     if standing.errors:
-        return "broke off"
+        return "failed"
     if not standing.always:
         return f"not reached{_of(standing)}"
     return _ranged(standing.reached, seconds)
@@ -240,34 +240,34 @@ def _of(standing: Standing) -> str:
 _COLUMNS = (
     "method",
     "workers",
-    "place",
+    "system",
     "runs",
     "accuracy",
     "time to target",
     "bytes to target",
-    "whole time",
+    "total time",
     "waiting",
     "bytes sent",
     "staleness",
-    "apart",
+    "consensus distance",
 )
 
 
 def _row(material: Material, setting: Setting, method: str) -> list[str]:
-    """The means of a method in a setting, with their range over seeds."""
+    """The means of a method in a setting, with their ranges over seeds."""
     results, target = material.results(setting, method), material.target
     standing = next((s for s in standings(material, setting) if s.method == method), None)
     to_target = [None if target is None else r.bytes_to(target) for r in results]
-    whole = [r.seconds if r.virtual_seconds is None else r.virtual_seconds for r in results]
+    total = [r.seconds if r.virtual_seconds is None else r.virtual_seconds for r in results]
     return [
         method,
         str(setting.workers),
-        setting.place,
+        setting.system,
         str(len(results)),
         _ranged([r.accuracy for r in results], lambda v: f"{v:.3f}"),
         "-" if standing is None or target is None else _time_text(standing),
         _ranged(to_target, size),
-        _ranged(whole, seconds),
+        _ranged(total, seconds),
         _ranged([r.wait_share for r in results], lambda v: f"{v:.0%}"),
         _ranged([r.bytes_sent for r in results], size),
         _ranged([r.staleness_mean for r in results], lambda v: f"{v:.1f}"),
@@ -276,7 +276,7 @@ def _row(material: Material, setting: Setting, method: str) -> list[str]:
 
 
 def _ranged(values: Sequence[float | None], show: Any) -> str:
-    """A mean and its range; nothing, where a value is missing."""
+    """A mean and its range; ``-`` if a value is missing."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return "-"
@@ -284,54 +284,54 @@ def _ranged(values: Sequence[float | None], show: Any) -> str:
     return f"{mean}" if low == high else f"{mean} ({low} to {high})"
 
 
-# Where it comes from -----------------------------------------------------------------------------
+# Provenance --------------------------------------------------------------------------------------
 
 
 def _facts(material: Material) -> list[tuple[str, str]]:
-    """What was run, by whom, with what."""
-    arguments = [_named(run.config.get("arguments") or {}) for run in material.runs]
+    """The command, the task and the versions."""
+    arguments = [_listed(run.config.get("arguments") or {}) for run in material.runs]
     versions = [dict(run.made["versions"]) for run in material.runs]
     return [
         ("command", material.command or "paceline report"),
         ("made", material.made_at or "by several commands"),
         ("task", material.task),
-        ("arguments", _all(told or "none: the task's own" for told in arguments)),
+        ("arguments", _distinct(text or "none (defaults of the task)" for text in arguments)),
         ("seeds", ", ".join(map(str, material.seeds))),
-        ("versions", _all(_named(told) for told in versions)),
-        ("platform", _all(str(run.made["platform"]) for run in material.runs)),
-        ("git revision", _all(run.made["git_revision"] or "unknown" for run in material.runs)),
+        ("versions", _distinct(_listed(text) for text in versions)),
+        ("platform", _distinct(str(run.made["platform"]) for run in material.runs)),
+        ("git revision", _distinct(run.made["git_revision"] or "unknown" for run in material.runs)),
         ("report by", f"Python {platform.python_version()}"),
     ]
 
 
-def _all(texts: Iterable[str]) -> str:
+def _distinct(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _named(values: Mapping[str, Any]) -> str:
+def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _places(material: Material) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Each cluster with what it is about and its numbers."""
+def _systems(material: Material) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Each system with its description and its numbers."""
     found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     for run in material.runs:
         cluster = dict(run.config.get("cluster") or {})
-        about = str(cluster.pop("about", "")) or "real processes of one machine"
+        about = str(cluster.pop("about", "")) or "real processes on one machine"
         cluster.pop("name", None)
-        found.setdefault(run.setting.place, (about, [*_flat(cluster)]))
-    return [(place, about, numbers) for place, (about, numbers) in found.items()]
+        found.setdefault(run.setting.system, (about, [*_flatten(cluster)]))
+    return [(system, about, numbers) for system, (about, numbers) in found.items()]
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Nested numbers under dotted names; what is empty is left out."""
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values under dotted names; empty values are left out."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         elif value not in (None, "", [], {}, ()):
             large = isinstance(value, float) and value >= 10_000
             shown = f"{value:,.0f}" if large else json.dumps(value)
-            yield f"{before}{name}", value if isinstance(value, str) else shown
+            yield f"{prefix}{name}", value if isinstance(value, str) else shown
 
 
 def _rates(material: Material) -> list[list[str]]:
@@ -342,26 +342,26 @@ def _rates(material: Material) -> list[list[str]]:
             results = material.results(setting, method)
             runs = material.of(setting, method)
             if results:
-                lrs = _all(number(r.lr) if r.lr is None else f"{r.lr:.4g}" for r in results)
-                batches = _all(number(r.batch_size or None) for r in results)
+                lrs = _distinct(number(r.lr) if r.lr is None else f"{r.lr:.4g}" for r in results)
+                batches = _distinct(number(r.batch_size or None) for r in results)
                 rows.append([method, str(setting), lrs, batches, _options(runs[0])])
     return rows
 
 
 def _options(run: Run) -> str:
-    """The options of the method, all of them."""
+    """All options of the method."""
     packed = run.config["strategy"]
     if isinstance(packed, Mapping):
-        return _named(packed["fields"]) or "none"
+        return _listed(packed["fields"]) or "none"
     inside = re.sub(r"^\w+\((.*)\)$", r"\1", str(packed))
     return inside.replace("=", " ") or "none"
 
 
 def _run_cells(run: Run) -> list[str]:
-    told = run.result.trace_hash if run.result else run.error
+    outcome = run.result.trace_hash if run.result else run.error
     return [
         run.strategy,
         str(run.setting),
         str(run.seed),
-        (told or "-").partition("\n")[0][:80],
+        (outcome or "-").partition("\n")[0][:80],
     ]

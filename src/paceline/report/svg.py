@@ -1,7 +1,7 @@
-"""Small charts as inline SVG, sized to be read at the width of a phone.
+"""Small charts as inline SVG, readable at the width of a phone.
 
-A chart is 360 units wide and is shown at about that many pixels, whatever the page's width: wider
-pages have more charts in a row. So a label never shrinks, and labels cannot run into each other.
+A chart is 360 units wide and is shown at about that many pixels; wider pages have more charts in a
+row. So labels never shrink, and never overlap.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 360, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 30, 46
 SIZE, LETTER = 13, 8.0
-"""The height of letters, and room for the width of one."""
+"""The height of letters, and the space reserved for the width of one."""
 
 Point = tuple[float, float]
 Span = tuple[float, float]
 
-COLOURS = (
+COLORS = (
     "#0060a8",  # blue
     "#c04000",  # vermilion
     "#007a55",  # green
@@ -33,7 +33,7 @@ COLOURS = (
     "#6b6b6b",  # grey
     "#8a4b2a",  # brown
 )
-"""Dark enough on white (3 to 1 and more), and told apart by dash and mark as well."""
+"""Their contrast on white is at least 3 to 1; lines also differ in dash and mark."""
 DASHES = (
     "",
     "7 3",
@@ -61,22 +61,22 @@ MARKS = (*_MARKS,)
 
 
 class Style(NamedTuple):
-    """How a method is drawn, in every chart of a page."""
+    """How a method is drawn in every chart of a page."""
 
-    colour: str
+    color: str
     dash: str
     mark: str
 
 
 def style(number: int) -> Style:
-    """The style of the method with this number; they differ by more than colour."""
+    """The style of the method with this number; styles differ in more than color."""
     return Style(
-        COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
+        COLORS[number % len(COLORS)], DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
     )
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``, at most ``most`` or one more.
+    """Round numbers from ``low`` to ``high``, about ``most`` of them.
 
     >>> ticks(0.0, 1.0), ticks(0, 7.3, 4), ticks(3, 3)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 2.0, 4.0, 6.0], [3.0])
@@ -92,7 +92,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten with their halves and fifths, thinned out to a few."""
+    """Powers of ten with multiples of them, at most about six."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for shares in ((1, 2, 5), (1, 3), (1,)):
         found = [m * 10.0**p for p in powers for m in shares if low <= m * 10.0**p <= high]
@@ -102,7 +102,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def plain(value: float) -> str:
-    """A tick's number.
+    """The label of a tick.
 
     >>> plain(0.30000000000000004), plain(12.0), plain(1500.0)
     ('0.3', '12', '1,500')
@@ -112,7 +112,7 @@ def plain(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a plot: what is where, and what is written at it."""
+    """One axis of a plot: its range, and its labeled ticks."""
 
     title: str
     low: float
@@ -122,14 +122,14 @@ class Axis:
 
     @classmethod
     def of(cls, title: str, low: float, high: float, log: bool = False, most: int = 5) -> Axis:
-        """An axis with round numbers at it."""
+        """An axis with ticks at round numbers."""
         if high <= low:
             high = low + (abs(low) or 1.0)
         found = log_ticks(low, high) if log else ticks(low, high, most)
         return cls(title, low, high, [(tick, plain(tick)) for tick in found], log)
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """The position of a value on the axis, from 0 to 1."""
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(max(value, self.low)) - low) / (high - low)
@@ -138,44 +138,44 @@ class Axis:
 
 @dataclass
 class Plot:
-    """A frame with two axes, drawn into step by step."""
+    """A plot with two axes, to which lines and bars are added."""
 
     x: Axis
     y: Axis
     parts: list[str] = field(default_factory=list)
 
     def at(self, point: Point) -> Point:
-        """Where a point lies in the picture."""
+        """The coordinates of a point in the picture."""
         across, up = self.x.share(point[0]), self.y.share(point[1])
         inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
         down = TOP + inner_h * (1 - min(max(up, 0.0), 1.0))
         return LEFT + inner_w * min(max(across, 0.0), 1.0), down
 
     def line(self, points: Sequence[Point], how: Style, name: str) -> None:
-        """A line with marks; its name is shown when it is pointed at."""
-        places = [self.at(point) for point in points]
+        """Draw a line with marks; its name is shown on hover."""
+        points_drawn = [self.at(point) for point in points]
         dash = f' stroke-dasharray="{how.dash}"' if how.dash else ""
-        every = -(-len(places) // 14) or 1
-        marks = "".join(mark(how, place) for place in places[::every])
+        every = -(-len(points_drawn) // 14) or 1
+        marks = "".join(mark(how, point) for point in points_drawn[::every])
         self.parts.append(
-            f'<g><title>{escape(name)}</title><path d="{_path(places)}" fill="none"'
-            f' stroke="{how.colour}" stroke-width="2"{dash}/>{marks}</g>'
+            f'<g><title>{escape(name)}</title><path d="{_path(points_drawn)}" fill="none"'
+            f' stroke="{how.color}" stroke-width="2"{dash}/>{marks}</g>'
         )
 
     def band(self, low: Sequence[Point], high: Sequence[Point], how: Style) -> None:
-        """The area between two lines."""
+        """Draw the area between two lines."""
         edge = _path([*map(self.at, low), *map(self.at, reversed(high))])
-        self.parts.append(f'<path d="{edge}Z" fill="{how.colour}" opacity="0.16"/>')
+        self.parts.append(f'<path d="{edge}Z" fill="{how.color}" opacity="0.16"/>')
 
     def whisker(self, x: float, low: float, high: float, how: Style) -> None:
-        """A vertical line from ``low`` to ``high``."""
+        """Draw a vertical line from ``low`` to ``high``."""
         (left, top), (_, bottom) = self.at((x, high)), self.at((x, low))
         self.parts.append(
-            f'<path d="M{left:.1f} {top:.1f}V{bottom:.1f}" stroke="{how.colour}" stroke-width="2"/>'
+            f'<path d="M{left:.1f} {top:.1f}V{bottom:.1f}" stroke="{how.color}" stroke-width="2"/>'
         )
 
     def level(self, y: float) -> None:
-        """A dotted line from left to right."""
+        """Draw a horizontal dotted line."""
         left, top = self.at((self.x.low, y))
         self.parts.append(
             f'<path d="M{left:.1f} {top:.1f}H{WIDTH - RIGHT}" stroke="#333" stroke-width="1.5"'
@@ -183,11 +183,11 @@ class Plot:
         )
 
     def bars(self, spans: Sequence[Span], fill: str) -> None:
-        """Bars side by side, the first from 0 to 1; each from one height to another."""
+        """Draw bars side by side, each one unit wide, from one height to another."""
         drawn = []
-        for place, (low, high) in enumerate(spans):
-            x, top = self.at((place + 0.1, high))
-            end, bottom = self.at((place + 0.9, low))
+        for index, (low, high) in enumerate(spans):
+            x, top = self.at((index + 0.1, high))
+            end, bottom = self.at((index + 0.9, low))
             if bottom - top >= 0.05:
                 width = end - x
                 drawn.append(f"M{x:.1f} {top:.1f}h{width:.1f}v{bottom - top:.1f}h-{width:.1f}z")
@@ -195,7 +195,7 @@ class Plot:
             self.parts.append(f'<path d="{"".join(drawn)}" fill="{fill}"/>')
 
     def render(self, title: str) -> str:
-        """The picture; ``title`` is read out to those who do not see it."""
+        """The picture as SVG; screen readers read ``title``."""
         return (
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
             f"{''.join(self._grid())}{''.join(self.parts)}</svg>"
@@ -214,7 +214,7 @@ class Plot:
         yield f'<path d="M{LEFT} {TOP}V{floor}H{WIDTH - RIGHT}" fill="none" stroke="#555"/>'
 
     def _y_marks(self) -> Iterator[tuple[float, str]]:
-        """The heights at which there is room for a label, and the labels."""
+        """The heights and labels of ticks that do not overlap."""
         used = math.inf
         for value, label in self.y.marks:
             _, y = self.at((self.x.low, value))
@@ -223,7 +223,7 @@ class Plot:
                 yield y, label
 
     def _x_marks(self) -> Iterator[tuple[float, str]]:
-        """Where there is room for a label below the plot, and the labels."""
+        """The x coordinates and labels of ticks that do not overlap."""
         used = 0.0
         for value, label in self.x.marks:
             half = len(label) * LETTER / 2
@@ -233,28 +233,28 @@ class Plot:
                 yield x, label
 
 
-def mark(how: Style, place: Point) -> str:
-    """A method's mark at a place."""
-    x, y = place
+def mark(how: Style, point: Point) -> str:
+    """A method's mark at a point."""
+    x, y = point
     drawn = _MARKS[how.mark]
     shape = "M" + "L".join(f"{x + dx:.1f} {y + dy:.1f}" for dx, dy in drawn) + "Z"
     if how.mark == "circle":
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{how.colour}"/>'
-    return f'<path d="{shape}" fill="{how.colour}"/>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{how.color}"/>'
+    return f'<path d="{shape}" fill="{how.color}"/>'
 
 
 def sample(how: Style) -> str:
-    """A method's line and mark, for the legend."""
+    """A method's line and mark for the legend."""
     dash = f' stroke-dasharray="{how.dash}"' if how.dash else ""
     return (
         '<svg class="sample" viewBox="0 0 44 14" aria-hidden="true">'
-        f'<path d="M1 7H43" stroke="{how.colour}" stroke-width="2"{dash}/>'
+        f'<path d="M1 7H43" stroke="{how.color}" stroke-width="2"{dash}/>'
         f"{mark(how, (22, 7))}</svg>"
     )
 
 
-def _path(places: Sequence[Point]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+def _path(points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -16,7 +16,7 @@ from support.runs import train
 import paceline as pl
 from paceline.report.timeline.chrome import LANES
 from paceline.report.timeline.items import KINDS
-from paceline.report.timeline.picture import COLOURS, LEFT, RIGHT, WIDTH
+from paceline.report.timeline.picture import COLORS, LEFT, RIGHT, WIDTH
 
 FIELDS = {
     "X": {"cat", "dur", "args"},
@@ -219,12 +219,12 @@ def test_what_is_no_run_is_refused_in_a_sentence(paceline, runs, tmp_path):
     for name, why in {
         "nowhere": "it has no trace.jsonl",
         "empty": "it has no trace.jsonl",
-        "broken": "its trace has no durations: it is of an older version",
+        "broken": "its trace has no durations: an older version wrote it",
         "other": "its trace cannot be read: UsageError: other/trace.jsonl: not a trace",
         "stepless": "no worker has made a step in its trace.jsonl",
     }.items():
         done = paceline("timeline", name, code=2)
-        assert done.err.startswith(f"paceline: run ({name}) must be the folder that a run with")
+        assert done.err.startswith(f"paceline: run ({name}) must be the folder of a run")
         assert why in done.err and done.err.count("\n") == 1
 
 
@@ -269,7 +269,7 @@ def test_a_picture_has_a_bar_for_each_rank_and_no_moment_is_missing(outcome):
         rows[bar[1]] += bar[2]
     assert len(rows) == 4
     assert max(rows.values()) == pytest.approx(WIDTH - LEFT - RIGHT, abs=1.0)
-    assert set(bars) <= set(COLOURS.values())
+    assert set(bars) <= set(COLORS.values())
     assert float(root.get("width")) == WIDTH
 
 

@@ -278,7 +278,7 @@ def test_a_trace_without_durations_is_replayed_but_has_no_timeline(real, tmp_pat
     for recorded in (old, folder):
         again = pl.simulate(train, replay=recorded, **how)
         assert again.steps == run.steps
-    with pytest.raises(pl.UsageError, match=r"its trace has no durations: it is of an older"):
+    with pytest.raises(pl.UsageError, match=r"its trace has no durations: an older"):
         TracedRun(old)
 
 
@@ -292,7 +292,7 @@ def test_the_traces_of_another_launchers_ranks_are_put_together(tmp_path):
         with (parts / f"trace.{record['rank']}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     again = TracedRun(parts)
-    assert (again.name, again.about) == ("real", "by another launcher")
+    assert (again.name, again.about) == ("real", "another launcher")
     for rank, spans in spans_of(whole).items():
         other = [span for span in spans_of(again)[rank] if span.end_s > span.start_s + 1e-8]
         mine = [span for span in spans if span.end_s > span.start_s + 1e-8]

@@ -1,1 +1,1 @@
-"""Where each rank's time went, from the trace of a run: for Perfetto, and as a picture."""
+"""How each rank spent its time, from the trace of a run: for Perfetto, and as a picture."""

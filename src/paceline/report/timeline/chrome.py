@@ -1,9 +1,8 @@
-"""A timeline in the trace-event format of Chrome, which Perfetto opens.
+"""A timeline in Chrome's trace-event format, which Perfetto opens.
 
-Each rank is a process of its own with a lane (a thread) for its steps and one for each kind of
-span, so that the kinds are told apart by their place: Perfetto picks the colours itself. Ranks of
-two runs stand in turns, each below its like. Messages are arrows, numbers that were logged are
-counters.
+Each rank is a process with one lane (a thread) for its steps and one for each kind of span. So the
+lane shows the kind, because Perfetto picks the colors itself. The ranks of several runs alternate:
+rank 0 of each run, then rank 1 of each run. Messages are arrows, logged numbers are counters.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ LANES = ("step", *KINDS)
 
 
 class ChromeTrace:
-    """A file of trace events, written as they come.
+    """Writes trace events to a file.
 
     Args:
-        file: where to write.
-        runs: what is going to be written; the first moment of any of them is time 0.
-        from_s: no item is before it.
+        file: the file.
+        runs: the runs to write; the first moment of any of them is time 0.
+        from_s: a lower bound for the times of all items.
     """
 
     def __init__(self, file: TextIO, runs: Sequence[TracedRun], from_s: float) -> None:
@@ -65,54 +64,54 @@ class ChromeTrace:
             self._counter(run, item)
 
     def close(self) -> None:
-        """Write the end."""
+        """Write the end of the file."""
         self._file.write("\n]}\n")
 
     def _slice(
         self, run: TracedRun, item: Span | Step, lane: str, name: str, facts: dict[str, Any]
     ) -> None:
         start, end = self._ns(item.start_s), self._ns(item.end_s)
-        place = self._place(run, item.rank, lane)
-        self._write("X", name, place, start, cat=lane, dur=_us(end - start), args=facts)
+        ids = self._lane_ids(run, item.rank, lane)
+        self._write("X", name, ids, start, cat=lane, dur=_us(end - start), args=facts)
 
     def _arrow(self, run: TracedRun, message: Message) -> None:
         self._flows += 1
         flow = {"cat": "message", "id": self._flows}
-        src, dst = self._place(run, message.src, SEND), self._place(run, message.dst, RECEIVE)
+        src, dst = self._lane_ids(run, message.src, SEND), self._lane_ids(run, message.dst, RECEIVE)
         self._write("s", "message", src, self._ns(message.sent_s), **flow)
         self._write("f", "message", dst, self._ns(message.taken_s), **flow, bp="e")
 
     def _counter(self, run: TracedRun, point: Point) -> None:
-        place = self._place(run, point.rank, "step")
+        ids = self._lane_ids(run, point.rank, "step")
         args = {point.name: point.value}
-        self._write("C", point.name, place, self._ns(point.time_s), args=args)
+        self._write("C", point.name, ids, self._ns(point.time_s), args=args)
 
-    def _place(self, run: TracedRun, rank: int, lane: str) -> tuple[int, int]:
-        """The process and the thread of a lane; named when they are first used."""
+    def _lane_ids(self, run: TracedRun, rank: int, lane: str) -> tuple[int, int]:
+        """The process id and thread id of a lane; their names are written at the first use."""
         pid = 1 + rank * len(self._runs) + self._runs.index(run)
-        place = pid, 10 * pid + LANES.index(lane)  # some readers want tids that differ everywhere
-        if place not in self._lanes:
-            if place[0] not in self._processes:
-                self._processes.add(place[0])
-                self._name_process(run, rank, place)
-            self._lanes.add(place)
-            self._meta("thread_name", place, name=NAMES.get(lane, lane))
-            self._meta("thread_sort_index", place, sort_index=place[1])
-        return place
+        ids = pid, 10 * pid + LANES.index(lane)  # some readers need globally unique tids
+        if ids not in self._lanes:
+            if ids[0] not in self._processes:
+                self._processes.add(ids[0])
+                self._name_process(run, rank, ids)
+            self._lanes.add(ids)
+            self._meta("thread_name", ids, name=NAMES.get(lane, lane))
+            self._meta("thread_sort_index", ids, sort_index=ids[1])
+        return ids
 
-    def _name_process(self, run: TracedRun, rank: int, place: tuple[int, int]) -> None:
+    def _name_process(self, run: TracedRun, rank: int, ids: tuple[int, int]) -> None:
         name = run.label(rank)
         if len(self._runs) > 1:
             name += f", {self._names[run]}"
-        self._meta("process_name", place, name=name)
-        self._meta("process_labels", place, labels=run.about)
-        self._meta("process_sort_index", place, sort_index=place[0])
+        self._meta("process_name", ids, name=name)
+        self._meta("process_labels", ids, labels=run.about)
+        self._meta("process_sort_index", ids, sort_index=ids[0])
 
-    def _meta(self, what: str, place: tuple[int, int], **args: Any) -> None:
-        self._write("M", what, place, 0, args=args)
+    def _meta(self, what: str, ids: tuple[int, int], **args: Any) -> None:
+        self._write("M", what, ids, 0, args=args)
 
-    def _write(self, phase: str, name: str, place: tuple[int, int], ns: int, **more: Any) -> None:
-        event = {"ph": phase, "name": name, "pid": place[0], "tid": place[1], "ts": _us(ns), **more}
+    def _write(self, phase: str, name: str, ids: tuple[int, int], ns: int, **more: Any) -> None:
+        event = {"ph": phase, "name": name, "pid": ids[0], "tid": ids[1], "ts": _us(ns), **more}
         self._file.write((",\n" if self.events else "") + json.dumps(event))
         self.events += 1
 
@@ -121,7 +120,7 @@ class ChromeTrace:
 
 
 def open_text(path: Path) -> AbstractContextManager[TextIO]:
-    """A file to write text to, gzipped if its name says so."""
+    """Open a text file for writing, gzipped if its name ends in .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, "wt", encoding="utf-8")
     return path.open("w", encoding="utf-8")

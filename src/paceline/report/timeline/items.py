@@ -1,18 +1,18 @@
-"""What a timeline is made of: spans of time, steps, messages, and numbers that were logged.
+"""The items of a timeline: spans of time, steps, messages, and logged numbers.
 
-A rank does one thing at a time, so its time falls into spans of six kinds that follow each other:
+A rank does one thing at a time, so its time consists of consecutive spans of six kinds:
 
 ===========  =======================================================================================
-``compute``  the user's own code; in virtual time, the gradient that was charged
-``wait``     for others, while what is wanted is not on its way yet
-``send``     handing over a message or a window
-``receive``  what is wanted is on its way: a message, a window, the sum of an all-reduce
-``apply``    the rest of a step, after the gradient; of a server or communicator, all but waiting
-``io``       asking a loader for a batch
+``compute``  the user's code; in virtual time, the charged gradient
+``wait``     waiting for another rank that has not sent yet
+``send``     sending a message, or publishing a model
+``receive``  receiving a message, a published model, or the sum of an all-reduce
+``apply``    the rest of a step after the gradient; on a server, everything but waiting
+``io``       loading a batch
 ===========  =======================================================================================
 
-``wait_share`` of a result counts ``wait``, ``receive``, and ``send`` where a message has to be
-taken before its sender goes on.
+``wait_share`` of a result counts ``wait``, ``receive``, and ``send`` if the sender must wait until
+its message is taken.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KINDS = COMPUTE, WAIT, SEND, RECEIVE, APPLY, IO = (
 )
 
 NAMES = {**dict(zip(KINDS, KINDS, strict=True)), IO: "I/O"}
-"""As people read them."""
+"""The kinds as users see them."""
 
 
 class Span(NamedTuple):
-    """A rank did one thing."""
+    """A time in which a rank did one thing."""
 
     rank: int
     kind: str
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of a worker, from its gradient or the step before it to its end."""
+    """A step of a worker, from the end of the step before it."""
 
     rank: int
     number: int
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Something went from one rank to another: from the span that sent it to one that took it."""
+    """A message, from the span that sent it to the span that received it."""
 
     src: int
     sent_s: float
@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A number that a rank has logged."""
+    """A number that a rank logged."""
 
     rank: int
     name: str
@@ -75,7 +75,7 @@ Item = Span | Step | Message | Point
 
 
 def shift(item: Item, by_s: float) -> Item:
-    """The same, so much later."""
+    """The same item, ``by_s`` later."""
     if isinstance(item, Message):
         return item._replace(sent_s=item.sent_s + by_s, taken_s=item.taken_s + by_s)
     if isinstance(item, Point):
@@ -84,7 +84,7 @@ def shift(item: Item, by_s: float) -> Item:
 
 
 def cut(item: Item, from_s: float, to_s: float) -> Item | None:
-    """The part of an item between two moments; None where it has none.
+    """The part of an item between two moments; None if there is none.
 
     >>> cut(Step(0, 7, 1.0, 3.0, 32), 2.0, 9.0)
     Step(rank=0, number=7, start_s=2.0, end_s=3.0, samples=32)

@@ -1,4 +1,4 @@
-"""One rank's time, from the records of its trace."""
+"""How one rank spent its time, from the records of its trace."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from paceline.report.timeline.items import (
 
 _SLIVER_S = 1e-9
 _REMEMBERED = 1024
-"""Published versions of a rank whose times are kept: one that is read was not long ago."""
+"""How many published versions of each rank are remembered; readers read recent ones."""
 _WORK = {COMPUTE: "compute", APPLY: "update"}
 
 Event = dict[str, Any]
 Divide = Callable[[float, float], list[tuple[str, float, float]]]
 Box = tuple[int, int, int]
-"""Sender, receiver and tag: messages in it keep their order."""
+"""Sender, receiver and tag: messages with the same three keep their order."""
 Call = tuple[int, int, int]
-"""The first member of a group, how many there are, and the number of their collective."""
+"""The first member of a group, its size, and the number of the collective in it."""
 
 
 def start_of(record: Event) -> float:
-    """When that began which a record tells the end of."""
+    """The start of what a record reports the end of."""
     took = sum(record.get(name, 0.0) for name in ("wait_s", "send_s", "load_s", "forward_s"))
     return float(record["t"] - took)
 
 
 @dataclass
 class Lane:
-    """One rank: what it was busy with is told, and what lies between is its own work."""
+    """One rank: records tell when it was busy, and the gaps between are its own work."""
 
     rank: int
     is_worker: bool
@@ -50,13 +50,13 @@ class Lane:
     busy: list[Span] = field(default_factory=list)
 
     def add(self, kind: str, what: str, start_s: float, end_s: float, **facts: Any) -> None:
-        """Hear that the rank was busy, after all that is known of it."""
+        """Note that the rank was busy, after all earlier spans."""
         after_s = self.busy[-1].end_s if self.busy else self.at_s
         start_s = max(start_s, after_s)
         self.busy.append(Span(self.rank, kind, what, start_s, max(start_s, end_s), facts))
 
     def closed(self, record: Event) -> Iterator[Item]:
-        """What is known for sure, after a record: a worker's up to its last step."""
+        """The items that a record completes; for a worker, those up to its last step."""
         if not self.is_worker:
             yield from self.rest()
         elif record["event"] == "step":
@@ -65,7 +65,7 @@ class Lane:
             yield from self.rest(record["t"])
 
     def rest(self, until_s: float = 0.0) -> Iterator[Span]:
-        """All that is known up to now, of a rank that makes no more steps."""
+        """All remaining spans of a rank that makes no more steps."""
         own = COMPUTE if self.is_worker else APPLY
         end_s = max(until_s, self.busy[-1].end_s if self.busy else self.at_s)
         yield from self._filled(end_s, lambda start_s, end_s: [(own, start_s, end_s)])
@@ -91,7 +91,7 @@ class Lane:
         yield at_s, max(at_s, end_s)
 
     def _filled(self, end_s: float, divide: Divide) -> Iterator[Span]:
-        """What the rank was busy with, and between it what ``divide`` makes of the gaps."""
+        """The busy spans, and between them the gaps as ``divide`` splits them."""
         last: Span | None = None
         ends = [*self.busy, None]
         for gap, span in zip(self._gaps(end_s), ends, strict=True):
@@ -114,13 +114,13 @@ class Lane:
 
 
 class _Gradient:
-    """Divides a worker's own time: before a step and so long in it, the gradient; then updates."""
+    """Splits a worker's own time into gradient (``compute_s`` of each step) and update."""
 
     def __init__(self, begin_s: float, compute_s: float) -> None:
         self._begin_s, self._left_s = begin_s, compute_s
 
     def divide(self, start_s: float, end_s: float) -> list[tuple[str, float, float]]:
-        """A gap in parts."""
+        """Split a gap."""
         inside_s = min(max(start_s, self._begin_s), end_s)
         computed_s = min(self._left_s, end_s - inside_s)
         self._left_s -= computed_s
@@ -128,11 +128,11 @@ class _Gradient:
         return [(COMPUTE, start_s, until_s), (APPLY, until_s, end_s)]
 
 
-# Who waits for what ------------------------------------------------------------------------------
+# What ranks wait for -----------------------------------------------------------------------------
 
 
-class PostOffice:
-    """Finds, for what a rank took, when it was handed in: before that, the rank waited."""
+class MessageMatcher:
+    """Finds when each received message was sent: until then, the receiver waited."""
 
     def __init__(self) -> None:
         self._sent: defaultdict[Box, deque[float]] = defaultdict(deque)
@@ -155,8 +155,8 @@ class PostOffice:
             "batch": self._batch,
         }
 
-    def look_at(self, record: Event, lane: Lane) -> Sequence[Message]:
-        """Tell the rank's lane what the record says of its time; return what came to whom."""
+    def add(self, record: Event, lane: Lane) -> Sequence[Message]:
+        """Add the span of a record to the rank's lane; return the messages that it completes."""
         act = self._acts.get(record["event"])
         return (act(record, lane) if act else None) or ()
 
@@ -165,18 +165,18 @@ class PostOffice:
     def _post(self, record: Event, lane: Lane) -> Sequence[Message]:
         start_s = record["t"] - record.get("send_s", 0.0)
         lane.add(SEND, "post", start_s, record["t"], **_facts(record))
-        return self._handed_in(record, lane.busy[-1].start_s)
+        return self._was_sent(record, lane.busy[-1].start_s)
 
     def _send(self, record: Event, lane: Lane) -> Sequence[Message]:
         lane.add(SEND, "send", record["t"], record["t"], **_facts(record))
-        return self._handed_in(record, lane.busy[-1].start_s)
+        return self._was_sent(record, lane.busy[-1].start_s)
 
     def _send_end(self, record: Event, lane: Lane) -> None:
         lane.add(SEND, "send", start_of(record), record["t"])
 
-    def _handed_in(self, record: Event, sent_s: float) -> Sequence[Message]:
+    def _was_sent(self, record: Event, sent_s: float) -> Sequence[Message]:
         box = record["rank"], record["peer"], record["tag"]
-        if self._early[box]:  # taken before its sender got to write it down
+        if self._early[box]:  # the receiver's record is older than the sender's
             return [Message(box[0], sent_s, box[1], max(sent_s, self._early[box].popleft()))]
         self._sent[box].append(sent_s)
         return ()
@@ -184,14 +184,14 @@ class PostOffice:
     def _recv(self, record: Event, lane: Lane) -> Sequence[Message]:
         box = record["peer"], record["rank"], record["tag"]
         sent_s = self._sent[box].popleft() if self._sent[box] else None
-        taken_s = self._taken(record, lane, "receive", sent_s)
+        taken_s = self._received(record, lane, "receive", sent_s)
         if sent_s is None:
             self._early[box].append(taken_s)
             return ()
         return [Message(box[0], sent_s, box[1], taken_s)]
 
-    def _taken(self, record: Event, lane: Lane, what: str, sent_s: float | None) -> float:
-        """Divide a wait where what it was for was handed in; return when it began to come."""
+    def _received(self, record: Event, lane: Lane, what: str, sent_s: float | None) -> float:
+        """Split a wait at the time of sending; return when the message started to arrive."""
         start_s, end_s, facts = start_of(record), record["t"], _facts(record)
         coming_s = end_s if sent_s is None else min(max(start_s, sent_s), end_s)
         if coming_s > start_s:
@@ -215,7 +215,7 @@ class PostOffice:
         src, version = record["peer"], record["version"]
         published_s = self._published[src].get(version)
         known_s = start_of(record) if published_s is None else published_s
-        taken_s = self._taken(record, lane, "peek", known_s)
+        taken_s = self._received(record, lane, "peek", known_s)
         if published_s is None:
             return ()
         return [Message(src, published_s, record["rank"], taken_s)]
@@ -239,7 +239,7 @@ class PostOffice:
         self._arrivals[call] = (left - 1, last_s)
         if left == 1:
             del self._arrivals[call]
-        self._taken(record, lane, "all-reduce", last_s)
+        self._received(record, lane, "all-reduce", last_s)
 
     def _broadcast(self, record: Event, lane: Lane) -> None:
         start_s = start_of(record)

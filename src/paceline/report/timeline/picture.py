@@ -1,4 +1,4 @@
-"""A timeline as a picture: a bar for each rank, runs below each other on the same time scale."""
+"""A timeline as a picture: a bar for each rank, and all runs on the same time scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.report.timeline.items import (
 )
 from paceline.report.timeline.traced import TracedRun, names_of
 
-COLOURS = {
+COLORS = {
     COMPUTE: "#0072b2",
     WAIT: "#e69f00",
     SEND: "#cc79a7",
@@ -31,7 +31,7 @@ COLOURS = {
     APPLY: "#009e73",
     IO: "#f0e442",
 }
-"""Those of Okabe and Ito, which people tell apart whatever colours they see."""
+"""The palette of Okabe and Ito, which color-blind people can distinguish."""
 MEANINGS = {
     COMPUTE: "compute",
     WAIT: "wait for others",
@@ -47,12 +47,12 @@ _ARROW = 'fill="none" stroke="#000" stroke-opacity="0.55"'
 
 
 class Picture:
-    """Draws what happened between two moments.
+    """Draws the items between two moments.
 
     Args:
         runs: from top to bottom.
-        from_s: where the time axis begins.
-        to_s: where it ends.
+        from_s: the start of the time axis.
+        to_s: its end.
     """
 
     def __init__(self, runs: Sequence[TracedRun], from_s: float, to_s: float) -> None:
@@ -81,12 +81,12 @@ class Picture:
         """The picture."""
         panels = list(self._panels.values())
         used = [kind for kind in KINDS if any(kind in panel.kinds for panel in panels)]
-        told = "; ".join(f"{panel.name}: {panel.about}" for panel in panels)
+        title = "; ".join(f"{panel.name}: {panel.about}" for panel in panels)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}"'
             f' width="{WIDTH}" height="{self._height}" role="img" font-size="13"'
             ' font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-            f"<title>Timeline of {escape(told)}</title>",
+            f"<title>Timeline of {escape(title)}</title>",
             f'<rect width="{WIDTH}" height="{self._height}" fill="#fff"/>',
             *_legend(used, any(panel.draws_arrows for panel in panels)),
             *self._axis(),
@@ -105,13 +105,13 @@ class Picture:
         for number in range(math.ceil(self._from_s / step_s), math.floor(self._to_s / step_s) + 1):
             x, value = self._x(number * step_s), number * step_s * factor
             yield f'<path d="M{x} {top}V{bottom + 4}" stroke="#ddd"/>'
-            yield _grey(x, bottom + 18, "middle", f"{value:g}")
-        told = f"{unit} since the first gradient was ready; a tick ends a step"
-        yield _grey(WIDTH - RIGHT, self._height - 6, "end", told)
+            yield _gray(x, bottom + 18, "middle", f"{value:g}")
+        note = f"{unit} since the first gradient was ready; ticks mark the ends of steps"
+        yield _gray(WIDTH - RIGHT, self._height - 6, "end", note)
 
 
 class _Panel:
-    """One run: its title, and a bar for each rank."""
+    """The part of a picture for one run: its title, and a bar for each rank."""
 
     def __init__(self, name: str, run: TracedRun, top: int) -> None:
         self.name, self.about = name, run.about
@@ -129,14 +129,14 @@ class _Panel:
         self.bottom = top + TITLE + ROW * (len(self._rows) + bool(self._left_out))
 
     def count(self, span: Span) -> None:
-        """Count the time of workers by its kind."""
+        """Add the time of a worker's span to its kind."""
         if span.end_s > span.start_s:
             self.kinds.add(span.kind)
         if span.rank in self._workers:
             self._seconds[span.kind] += span.end_s - span.start_s
 
     def bar(self, rank: int, kind: str, start: float, end: float) -> None:
-        """Draw a span; what is narrower than the picture can show goes to its neighbours."""
+        """Draw a span; too narrow ones are left out, and their neighbors fill the space."""
         if rank in self._rows and end > start:
             width = round(end - start, 1)
             self._bars[kind].append(f"M{start} {self._rows[rank]}h{width}v{BAR}h{-width}z")
@@ -162,31 +162,31 @@ class _Panel:
         if self._left_out:
             yield f'<text x="8" y="{self.bottom - 8}">and {self._left_out} more ranks</text>'
         for kind, paths in self._bars.items():
-            yield f'<path fill="{COLOURS[kind]}" d="{"".join(paths)}"/>'
+            yield f'<path fill="{COLORS[kind]}" d="{"".join(paths)}"/>'
         yield f'<path stroke="#222" stroke-width="0.8" d="{"".join(self._ticks)}"/>'
         if self.draws_arrows:
             yield f'<path d="{"".join(self._arrows)}" {_ARROW}/>'
 
     @property
     def draws_arrows(self) -> bool:
-        """Whether there are messages, and no more than can be told apart."""
+        """Whether there are messages, and not too many to distinguish."""
         return 0 < len(self._arrows) <= MOST_ARROWS
 
     def _shares(self) -> str:
         total_s = sum(self._seconds.values()) or 1.0
         shares = {kind: seconds / total_s for kind, seconds in self._seconds.items()}
-        told = [f"{NAMES[kind]} {share:.0%}" for kind, share in shares.items() if share >= 0.005]
-        return "workers " + ", ".join(told)
+        texts = [f"{NAMES[kind]} {share:.0%}" for kind, share in shares.items() if share >= 0.005]
+        return "workers " + ", ".join(texts)
 
 
-def _grey(x: float, y: float, anchor: str, text: str) -> str:
+def _gray(x: float, y: float, anchor: str, text: str) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#555">{text}</text>'
 
 
 def _legend(kinds: Sequence[str], arrows: bool) -> Iterator[str]:
     x = 8
     for kind in kinds:
-        yield f'<rect x="{x}" y="12" width="14" height="14" fill="{COLOURS[kind]}"/>'
+        yield f'<rect x="{x}" y="12" width="14" height="14" fill="{COLORS[kind]}"/>'
         yield f'<text x="{x + 20}" y="24">{MEANINGS[kind]}</text>'
         x += 50 + round(6.5 * len(MEANINGS[kind]))
     if arrows:

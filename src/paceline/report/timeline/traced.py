@@ -1,4 +1,4 @@
-"""The folder of a run, read as a timeline."""
+"""Read the folder of a run as a timeline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.errors import UsageError, summary_of
 from paceline.record.folder import CONFIG, METRICS, TRACE
 from paceline.record.trace import outline, read
 from paceline.report.timeline.items import KINDS, Item, Point, Span, cut, shift
-from paceline.report.timeline.lanes import Event, Lane, PostOffice, start_of
+from paceline.report.timeline.lanes import Event, Lane, MessageMatcher, start_of
 
 
 @dataclass
 class RankTimes:
-    """When a rank begins; of a worker, when its first step and gradient were due, and its last."""
+    """When a rank starts; for a worker, also its first step, first gradient and last step."""
 
     start_s: float
     first_step_s: float | None = None
@@ -31,32 +31,32 @@ class RankTimes:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it has made a step."""
+        """Whether the rank made a step."""
         return self.first_step_s is not None
 
 
 class TracedRun:
-    """The folder of a run, as a timeline needs it.
+    """The items of a run's timeline, from its folder.
 
-    Times in what it tells are seconds since the first gradient of any worker was ready, so that two
-    runs can be laid over each other.
+    Times are seconds since the first gradient of any worker was ready, so that runs can be
+    compared.
 
     Attributes:
         name: ``real`` or ``simulated``.
-        about: strategy, workers and place, in words.
-        times: of each rank.
+        about: strategy, workers and system, as text.
+        times: the times of each rank.
         zero_s: when the first gradient was ready, on the run's own clock.
-        start_s: when the first rank begins.
-        begin_s: when the first step begins.
+        start_s: when the first rank starts.
+        begin_s: when the first step starts.
         end_s: when the last step ends.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with refuse_malformed(rule([path])):
-            self._look()
+            self._load()
 
-    def _look(self) -> None:
+    def _load(self) -> None:
         path = self.path
         self._source = _Source(path)
         config = _config(path)
@@ -76,35 +76,35 @@ class TracedRun:
     def _scan(self) -> dict[int, RankTimes]:
         times: dict[int, RankTimes] = {}
         for record in self._source.outline():
-            mine = times.setdefault(record["rank"], RankTimes(start_of(record)))
+            own = times.setdefault(record["rank"], RankTimes(start_of(record)))
             if record["event"] != "step":
                 continue
             if "step_s" not in record:
-                raise unfit(self.path, "its trace has no durations: it is of an older version")
-            if mine.first_step_s is None:
-                mine.first_step_s = record["t"] - record["step_s"]
-                mine.ready_s = record["t"] - record["wait_s"] - record["apply_s"]
-            mine.last_step_s = record["t"]
+                raise unfit(self.path, "its trace has no durations: an older version wrote it")
+            if own.first_step_s is None:
+                own.first_step_s = record["t"] - record["step_s"]
+                own.ready_s = record["t"] - record["wait_s"] - record["apply_s"]
+            own.last_step_s = record["t"]
         return dict(sorted(times.items()))
 
     def label(self, rank: int) -> str:
-        """A rank as people call it."""
+        """The name of a rank for users."""
         return f"rank {rank}" if self.times[rank].is_worker else f"rank {rank} (serves)"
 
     def items(self, from_s: float = -math.inf, to_s: float = math.inf) -> Iterator[Item]:
-        """All that happened between two moments; of each rank, its spans in order."""
+        """All items between two moments; the spans of each rank come in order."""
         for item in self._items():
             if (part := cut(shift(item, -self.zero_s), from_s, to_s)) is not None:
                 yield part
 
     def _items(self) -> Iterator[Item]:
-        post_office = PostOffice()
+        matcher = MessageMatcher()
         lanes = {
             rank: Lane(rank, times.is_worker, times.start_s) for rank, times in self.times.items()
         }
         for record in self._source.records():
             lane = lanes[record["rank"]]
-            yield from post_office.look_at(record, lane)
+            yield from matcher.add(record, lane)
             yield from lane.closed(record)
         for lane in lanes.values():
             yield from lane.rest()
@@ -118,7 +118,7 @@ class TracedRun:
                         yield Point(record["rank"], name, record["t"], record[name])
 
     def _logged(self, path: Path) -> list[Event]:
-        """The records of a file of metrics; a line that a rank did not live to end is left out."""
+        """The records of a metrics file; an incomplete last line is skipped."""
         try:
             lines = read_text(path).splitlines(keepends=True)
             return [parse_object(line) for line in lines if line.endswith("\n")]
@@ -127,7 +127,7 @@ class TracedRun:
 
 
 def names_of(runs: Sequence[TracedRun]) -> list[str]:
-    """What runs are called beside each other: their folder says which, if nothing else does."""
+    """Names that distinguish the runs; with their folders, if the names are equal."""
     count = Counter(run.name for run in runs)
     return [run.name if count[run.name] == 1 else f"{run.name} ({run.path})" for run in runs]
 
@@ -138,13 +138,13 @@ def unfit(path: Path, reason: str) -> UsageError:
 
 
 def rule(paths: Sequence[Path]) -> str:
-    """The beginning of a complaint about what folders of runs hold."""
+    """The beginning of each error message about the folders of runs."""
     names = ", ".join(map(str, paths))
-    return f"run ({names}) must be the folder that a run with --out, or out=..., has written"
+    return f"run ({names}) must be the folder of a run (--out or out=...)"
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The run's configuration; of a run by another launcher there is none."""
+    """The configuration of the run; empty for a run under another launcher."""
     try:
         return read_object(path / CONFIG)
     except FileNotFoundError:
@@ -155,18 +155,18 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _about(config: dict[str, Any]) -> str:
     if not config:
-        return "by another launcher"
+        return "another launcher"
     method = str(config["strategy"]).partition("(")[0].lower()
     simulated = config["world"] == "simulated"
-    place = config["cluster"]["name"] if simulated else config["world"].replace("_", " ")
-    return f"{method}, {config['workers']} workers, {place}"
+    system = config["cluster"]["name"] if simulated else config["world"].replace("_", " ")
+    return f"{method}, {config['workers']} workers, {system}"
 
 
 # Records -----------------------------------------------------------------------------------------
 
 
 class _Source:
-    """The records of a folder: one trace, or those of ranks that a launcher has started."""
+    """The records in a folder: one trace, or one trace per rank under another launcher."""
 
     def __init__(self, path: Path) -> None:
         self._whole = path / TRACE
@@ -201,7 +201,7 @@ def _number(match: re.Match[str]) -> int:
 
 
 def _from_first_broadcast(records: Iterable[Event]) -> Iterator[Event]:
-    """On a clock that all ranks share: each had its own, and all of them end ``setup`` at once."""
+    """Shift a rank's records to a common clock: all ranks end ``setup`` at the same moment."""
     zero_s: float | None = None
     for record in records:
         if zero_s is None:
@@ -210,7 +210,7 @@ def _from_first_broadcast(records: Iterable[Event]) -> Iterator[Event]:
 
 
 class Tally:
-    """Seconds of each kind on each rank of a run: of workers, from their first step to the last."""
+    """Seconds of each kind on each rank; for workers, from the first step to the last."""
 
     def __init__(self, run: TracedRun) -> None:
         self._run = run
