@@ -1,4 +1,4 @@
-"""Evaluate while training, save, stop, go on, and use the model without Paceline."""
+"""Evaluate during training, save, stop, resume, and use the model without Paceline."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ def accuracy(model):
 
 
 def train(worker, checkpoint, epochs):
-    """Train for so many epochs in all; where something was saved, go on from there."""
+    """Train until ``epochs`` are complete; resume from ``checkpoint``, if it exists."""
     x_train, y_train, _, _ = load_images()
     loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
     model = make_model()
@@ -39,7 +39,7 @@ def train(worker, checkpoint, epochs):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
-        if worker.rank == 0:  # nobody else has to act for this
+        if worker.rank == 0:  # the other workers do not wait for this
             with worker.answer(model):
                 worker.log(epoch=epoch + 1, accuracy=accuracy(model))
         worker.save(checkpoint)  # each worker writes its own part
@@ -47,8 +47,8 @@ def train(worker, checkpoint, epochs):
 
 def run(folder, epochs):
     """Train on two workers; ``folder`` gets configuration, metrics, trace and model."""
-    how = {"checkpoint": str(folder / "checkpoint"), "epochs": epochs}
-    result = pl.launch(train, workers=2, strategy="sasgd", arguments=how, out=folder)
+    arguments = {"checkpoint": str(folder / "checkpoint"), "epochs": epochs}
+    result = pl.launch(train, workers=2, strategy="sasgd", arguments=arguments, out=folder)
     for record in result.metrics:
         print(f"epoch {record['epoch']}: accuracy {record['accuracy']:.3f}")
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     with TemporaryDirectory() as name:
         folder = Path(name)
         run(folder, epochs=2)
-        print("stopped; going on")
+        print("stopped; resuming")
         run(folder, epochs=4)
 
         model = make_model()

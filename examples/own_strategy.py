@@ -1,6 +1,6 @@
-"""A method of your own, in one file: workers on a ring, each averaging with one neighbour.
+"""Your own method in one file: workers on a ring, each averaging with one neighbor.
 
-It is compared with two built-in methods on eight simulated machines.
+It is compared with two built-in methods on eight simulated workers.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from paceline.lab.tasks.fashion import train
 
 @dataclass(kw_only=True)
 class Ring(pl.Strategy):
-    r"""Ring: local steps, and every ``interval`` of them a mean with the left neighbour.
+    r"""Ring: local steps, and after every ``interval`` of them an average with the left neighbor.
 
     .. math:: x_i \leftarrow (x_i + x_{i-1}) / 2
 
-    Every model is counted twice, at home and on its right: the mean of all stays as it was.
+    Every model goes into two averages, its own and its right neighbor's, so the mean of all models
+    does not change.
 
-    Faults: a slow worker slows its neighbours, and a dead one ends the run. All workers make
-    equally many steps, as they do on the shards that a synchronous method is given.
+    Faults: a slow worker slows its neighbors, and a dead one ends the run. All workers must make
+    the same number of steps, as they do with the shards of a synchronous method.
     """
 
     interval: int = 4
 
-    uses_gradient = False  # the local optimizer steps with the gradients where they are
+    uses_gradient = False  # the local optimizer reads the gradients from the parameters
     state = ("steps",)
 
     def __post_init__(self):
@@ -45,12 +46,12 @@ class Ring(pl.Strategy):
 
 if __name__ == "__main__":
     task = {"model": "mlp", "epochs": 2, "lr": 0.02}
-    print("strategy           accuracy  virtual s  MB sent  apart")
+    print("strategy           accuracy  virtual s  MB sent  distance")
     for strategy in ("allreduce", "sasgd(interval=4)", Ring(interval=4)):
         run = pl.simulate(
             train, workers=8, strategy=strategy, cluster="ethernet-1g", arguments=task
         )
         print(
             f"{strategy!s:18} {run.accuracy:8.3f} {run.virtual_seconds:10.2f}"
-            f" {run.bytes_sent / 1e6:8.0f} {run.consensus_distance:6.3f}"
+            f" {run.bytes_sent / 1e6:8.0f} {run.consensus_distance:9.3f}"
         )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.lab.tasks.fashion import load_images
 
-# The launcher's environment says how many we are; leaving the block finishes the run.
+# The launcher's environment gives rank and number of workers; leaving the block ends the run.
 with pl.init(strategy="sasgd(interval=8)") as worker:
     x_train, y_train, x_test, y_test = load_images()
     loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
@@ -28,7 +28,7 @@ with pl.init(strategy="sasgd(interval=8)") as worker:
             cross_entropy(model(x), y).backward()
             optimizer.step()
 
-# The method's answer is in the model now, the same on every worker.
+# The model now holds the method's answer, the same on every worker.
 if worker.rank == 0:
     with torch.no_grad():
         accuracy = (model(x_test).argmax(1) == y_test).float().mean()

@@ -176,7 +176,7 @@ def test_a_run_stops_goes_on_and_leaves_a_model_for_everyone(tmp_path):
     lines = run(tmp_path, EXAMPLES / "evaluate_and_save.py")
     epochs = [accuracies([line], rf"epoch {n + 1}") for n, line in enumerate(lines[:2])]
     epochs += [accuracies([line], rf"epoch {n + 3}") for n, line in enumerate(lines[3:5])]
-    assert "going on" in lines[2] and all(len(told) == 1 for told in epochs)
+    assert "resuming" in lines[2] and all(len(told) == 1 for told in epochs)
     assert epochs[-1][0] > 0.75
     assert accuracies(lines[5:], "plain model") == epochs[-1]
 
