@@ -181,7 +181,7 @@ def test_a_large_comparison_stays_below_2_mb():
 def test_where_charts_do_not_fit_there_are_none_of_single_settings(monkeypatch):
     runs = [run("a", workers) for workers in (2, 4, 8)]
     whole = render(material(*runs))
-    monkeypatch.setattr("paceline.report.page.MOST_BYTES", len(whole) // 2)
+    monkeypatch.setattr("paceline.report.page.MAX_BYTES", len(whole) // 2)
     page = render(material(*runs))
     assert len(page) <= len(whole) // 2
     assert "too many settings to draw" in page and "too many settings" not in whole
@@ -189,7 +189,7 @@ def test_where_charts_do_not_fit_there_are_none_of_single_settings(monkeypatch):
 
 
 def test_more_than_2_mb_is_refused(monkeypatch):
-    monkeypatch.setattr("paceline.report.page.MOST_BYTES", 1000)
+    monkeypatch.setattr("paceline.report.page.MAX_BYTES", 1000)
     with pytest.raises(UsageError, match=r"runs \(1\) must be fewer"):
         render(material(run()))
 

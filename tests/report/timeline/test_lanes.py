@@ -170,10 +170,9 @@ def test_loading_is_io_and_evaluation_is_computing(tmp_path):
 class Thoughtful(AllReduce):
     """Its updates take time."""
 
-    def meet(self, x, weight):
-        total = super().meet(x, weight)
+    def step(self, x, g):
+        super().step(x, g)
         self.comm.compute(0.25)
-        return total
 
 
 def test_what_a_method_computes_after_the_gradient_is_applying(tmp_path):
