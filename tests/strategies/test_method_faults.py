@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.comm.base import Limits
 from paceline.common.faults import freeze, join, kill, slow
 from paceline.errors import PeerLost
-from paceline.model.hyperparameters import read_settings
+from paceline.model.hyperparameters import read_hyperparameters
 from paceline.model.replica import Replica
 from paceline.record.trace import read
 from paceline.sim.cluster import Cluster, Compute, Link
@@ -290,18 +290,18 @@ def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
     replica = Replica(
         net, kind(net.parameters(), lr=0.1), lambda numel, like: like.new_zeros(numel)
     )
-    settings, part = read_settings(replica.optimizer), slice(1, 6)
+    hyperparameters, part = read_hyperparameters(replica.optimizer), slice(1, 6)
 
     def run(on, take_over):
         w = on(torch.arange(5.0))
-        master = ShardOptimizer(w, part, replica, "user", coupled=True)
+        optimizer = ShardOptimizer(w, part, replica, "user", coupled=True)
         for step in range(4):
             if step == 2 and take_over:
-                left = master.buffers()
+                left = optimizer.buffers()
                 assert left.device.type == "cpu"
-                master = ShardOptimizer(w, part, replica, "user", coupled=True)
-                master.load_buffers(left)
-            master.step(on(torch.arange(5.0) - step), settings, 1)
+                optimizer = ShardOptimizer(w, part, replica, "user", coupled=True)
+                optimizer.load_buffers(left)
+            optimizer.step(on(torch.arange(5.0) - step), hyperparameters, 1)
         return w
 
     expected = run(torch.clone, take_over=False)

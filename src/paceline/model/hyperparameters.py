@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def read_settings(optimizer: Optimizer) -> list[float]:
+def read_hyperparameters(optimizer: Optimizer) -> list[float]:
     """The numbers that a scheduler may change (lr, momentum, betas), group after group."""
     numbers: list[float] = []
     for group in optimizer.param_groups:
-        for name in _setting_names(optimizer):
+        for name in _names(optimizer):
             value = group[name]
             numbers += map(float, value if isinstance(value, (tuple, list)) else [value])
     return numbers
 
 
-def write_settings(optimizer: Optimizer, numbers: Sequence[float]) -> None:
-    """Set what :func:`read_settings` gave, in the same order."""
+def write_hyperparameters(optimizer: Optimizer, numbers: Sequence[float]) -> None:
+    """Set what :func:`read_hyperparameters` gave, in the same order."""
     left = iter(numbers)
     for group in optimizer.param_groups:
-        for name in _setting_names(optimizer):
+        for name in _names(optimizer):
             value = group[name]
             if hasattr(value, "fill_"):
                 value.fill_(next(left))
@@ -33,7 +33,7 @@ def write_settings(optimizer: Optimizer, numbers: Sequence[float]) -> None:
                 group[name] = next(left)
 
 
-def _setting_names(optimizer: Optimizer) -> list[str]:
+def _names(optimizer: Optimizer) -> list[str]:
     def is_number(value: Any) -> bool:
         if isinstance(value, (tuple, list)):
             return all(is_number(item) for item in value)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from paceline.model.replica import Replica
 
 WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
-SUMMONS = -1.0
-"""What stands for the number of a message that calls a rank that is no worker to a meeting."""
 
 T = TypeVar("T")
 
@@ -202,7 +200,7 @@ class Strategy(ABC):
     def go_on(self, x: Tensor) -> None:  # noqa: B027 - likewise
         """After all have stood still: do what was put off for it."""
 
-    def resumed(self) -> None:  # noqa: B027 - few keep books of others
+    def resumed(self) -> None:  # noqa: B027 - few keep a ledger of others
         """Hear that the state of a checkpoint is there again; some workers may not be."""
 
     def summon(self, rank: int, number: int, stop: bool) -> None:

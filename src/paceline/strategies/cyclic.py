@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from paceline.common.options import at_least
 from paceline.errors import UsageError
 from paceline.strategies.ring import RingStrategy, TokenServer
-from paceline.strategies.served import ServerStrategy
 from paceline.strategies.server import GradientServer
 from paceline.strategies.service import Request
 from paceline.strategies.toolbox.guard import is_sound, norm
@@ -116,13 +115,13 @@ class Cyclic(RingStrategy):
         self.origin: Tensor | None = None
 
     @property
+    def uses_gradient(self) -> bool:
+        return not self.moves
+
+    @property
     def moves(self) -> bool:
         """Whether workers push how far they went, and not gradients."""
         return self.form == "move"
-
-    @property
-    def uses_gradient(self) -> bool:
-        return not self.moves
 
     def lr_factor(self, workers: int) -> float:
         """Moves count for their share; gradients in full, and the older the more workers."""
@@ -131,12 +130,8 @@ class Cyclic(RingStrategy):
     def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
         if self.max_accumulated > 1:
             return None
-        turns = workers * (steps + 1)
-        turn = 2 * nbytes + self.request_overhead + self.reply_overhead
-        return turns * turn + 16 * (turns - 1) + nbytes * (workers + self.shards)
-
-    def hyperparameters(self) -> tuple[float, ...]:
-        return ServerStrategy.hyperparameters(self) if self.moves else super().hyperparameters()
+        turns, beginning = workers * (steps + 1), nbytes * (workers + self.shards)
+        return turns * self.exchange_bytes(nbytes) + 16 * (turns - 1) + beginning
 
     def make_server(self) -> TokenServer:
         return MoveServer(self) if self.moves else TurnServer(self)
@@ -180,9 +175,9 @@ class Cyclic(RingStrategy):
     def keep(self, a: Tensor, x: Tensor) -> None:
         """Go the way that was refused from the model that the first server has sent instead."""
         if self.origin is not None:
-            part = self.parts[0]
-            self.origin[part].copy_(x[part])
-            x[part].add_(a[part])
+            first = self.parts[0]
+            self.origin[first].copy_(x[first])
+            x[first].add_(a[first])
 
 
 class MoveServer(TokenServer):
@@ -190,8 +185,8 @@ class MoveServer(TokenServer):
 
     def take(self, worker: int, request: Request, vector: Tensor) -> None:
         if request.batches:
-            p = len({*self.present(), worker})
-            self.shard.add_(vector, alpha=1 / p)  # w <- w + (x_i - o_i) / p
+            ring = {*self.present(), worker}  # p is their number
+            self.shard.add_(vector, alpha=1 / len(ring))  # w <- w + (x_i - o_i) / p
             self.updated(request)
 
 
@@ -201,5 +196,5 @@ class TurnServer(TokenServer, GradientServer):
     method: Cyclic
 
     def take(self, worker: int, request: Request, vector: Tensor) -> None:
-        decays = request.batches if self.method.scale == "sum" else 1
-        self.step(request, vector, decays)  # w <- optimizer(w, a_i / c_i)
+        counts_for = request.batches if self.method.scale == "sum" else 1
+        self.step(request, vector, counts_for)  # w <- optimizer(w, a_i / c_i)

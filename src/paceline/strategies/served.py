@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.common.options import at_least, at_most
 from paceline.errors import PeerLost, PeersGone
-from paceline.model.hyperparameters import read_settings
+from paceline.model.hyperparameters import read_hyperparameters
 from paceline.strategies.base import SERVER, WORKER, Strategy
 from paceline.strategies.service import (
     ADOPT,
@@ -65,9 +65,9 @@ class RoleStrategy(Strategy):
     def request_numbers(self) -> int:
         """How many numbers a request has before its vector."""
 
-    @abstractmethod
     def vector_at(self, server: int) -> Tensor:
         """Which part of this rank's parameters that server has to do with."""
+        return self.replica.flat.x
 
     @property
     def serves(self) -> bool:
@@ -80,13 +80,16 @@ class RoleStrategy(Strategy):
 
     def connect(self) -> None:
         """Begin to ask servers, or begin anew."""
-        self.services = self.make_services()
+        self.services = [] if self.serves else self.make_services()
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         if self.serves:
             self.server = self.make_server()
             self.server.publish_first()
+
+    def adopt(self, x: Tensor) -> None:
+        self.comm.group(self.first_workers()).broadcast(x)
 
     def rejoin(self, x: Tensor) -> None:
         self.connect()
@@ -164,7 +167,7 @@ class ServerStrategy(RoleStrategy):
 
     def hyperparameters(self) -> tuple[float, ...]:
         """The numbers of this worker's optimizer that go with a request."""
-        return tuple(read_settings(self.replica.optimizer))
+        return tuple(read_hyperparameters(self.replica.optimizer))
 
     @cached_property
     def request_numbers(self) -> int:
@@ -179,6 +182,10 @@ class ServerStrategy(RoleStrategy):
     def reply_overhead(self) -> int:
         """The bytes of a reply beside its vector, over all shards."""
         return 8 * self.shards * len(Reply._fields)
+
+    def exchange_bytes(self, nbytes: int) -> int:
+        """What a request to all servers and their replies come to, of a model of ``nbytes``."""
+        return 2 * nbytes + self.request_overhead + self.reply_overhead
 
     def fetch_overhead(self, workers: int) -> int:
         """The bytes that come with a model that is fetched, over all shards."""
@@ -298,7 +305,7 @@ class PushStrategy(ServerStrategy):
 
     def hyperparameters(self) -> tuple[float, ...]:
         own = super().hyperparameters()
-        if self.coupled:
+        if self.coupled or not self.uses_gradient:
             return own
         given = self.given or [0] * len(self.replica.flat.spans)
         return *own, *(count / max(1, self.pending) for count in given)

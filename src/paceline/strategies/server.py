@@ -261,7 +261,7 @@ class GradientServer(ShardServer):
     def step(self, request: Request, gradient: Tensor, times: float = 1) -> None:
         """Step with what a request holds, if anything; it counts for ``times`` gradients."""
         if request.batches:
-            self.optimizer.step(gradient, [*request.hyperparameters], times)
+            self.optimizer.step(gradient, request.hyperparameters, times)
             self.updated(request)
 
     def updated(self, request: Request) -> None:

@@ -82,9 +82,8 @@ class SSP(PushStrategy):
         return self.bound + 1
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        requests = (steps + 1) * (nbytes + self.request_overhead)
-        replies = (steps + 1) * (nbytes + self.reply_overhead)
-        return workers * (requests + replies) + nbytes * (workers + self.shards)
+        exchanges = (steps + 1) * self.exchange_bytes(nbytes)
+        return workers * exchanges + nbytes * (workers + self.shards)
 
     def make_server(self) -> ClockServer:
         return ClockServer(self)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model.hyperparameters import write_settings
+from paceline.model.hyperparameters import write_hyperparameters
 from paceline.model.replica import Replica
 
 MOMENTUM = 0.9
@@ -66,25 +67,26 @@ class ShardOptimizer:
             ) from None
         return made
 
-    def step(self, gradient: Tensor, settings: list[float], times: float) -> None:
-        """Step along ``gradient`` with the settings that came with it.
+    def step(self, gradient: Tensor, hyperparameters: Sequence[float], times: float) -> None:
+        """Step along ``gradient`` with the hyperparameters that came with it.
 
-        It counts for so many gradients: so many ``times`` do parameters decay that have one, where
-        decay is not in it. Behind the settings stands in what share of them each has one, then.
+        It counts for so many gradients. Where weight decay is not in it, the server makes the decay
+        so many ``times``; after the hyperparameters stands, for each parameter, the share of the
+        gradients that it has one in.
         """
-        write_settings(self._user, settings)
+        write_hyperparameters(self._user, hyperparameters)
         for group, theirs in zip(self.optimizer.param_groups, self._user.param_groups, strict=True):
             names = self._user.defaults if self._kind == "user" else ("lr",)
             group.update({name: theirs[name] for name in names if name in theirs})
             if "weight_decay" in group:
                 group["weight_decay"] = 0.0
         if not self._coupled:
-            self._decay(settings[-len(self._spans) :], times)
+            self._decay(hyperparameters[-len(self._spans) :], times)
         for parameter, part in zip(self._parameters, self._parts, strict=True):
             parameter.grad = gradient[part] if parameter.numel() else None
         self.optimizer.step()
 
-    def _decay(self, shares: list[float], times: float) -> None:
+    def _decay(self, shares: Sequence[float], times: float) -> None:
         for (w, number), share in zip(self._spans, shares, strict=True):
             group = self._user.param_groups[number]
             w.mul_(1 - float(group["lr"]) * group["weight_decay"] * share * times)
