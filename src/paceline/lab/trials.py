@@ -173,7 +173,7 @@ class OutcomeCache:
             return None
 
     def add(self, config: str, outcome: str) -> None:
-        """Write an outcome to its file, with the versions and the command that made it."""
+        """Write an outcome to its file, with the versions and the platform that made it."""
         path = self.path(config)
         if path is not None:
             made = json.dumps(self._provenance)

@@ -1,1 +1,1 @@
-"""Drills: faults that are done to real processes on purpose, and what came of them."""
+"""Drills: inject faults into real processes on purpose, and check what happens."""

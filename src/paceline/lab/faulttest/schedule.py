@@ -40,7 +40,7 @@ class Schedule:
         strategy: the method, with its options.
         workers: the number of workers.
         steps: the steps of each worker; with a loader, about as many.
-        uneven: each worker makes this many steps fewer than the one before, in turns of four.
+        uneven: worker i makes ``uneven * (i % 4)`` steps fewer.
         seed: the seed of the run itself.
         mirrored: whether the data and speeds are handed to the ranks in reverse order.
         objective: ``quadratic``, a tiny ``network``, or ``still`` (all gradients zero).

@@ -386,7 +386,7 @@ class Elastic(Observer):
         self._pulls.pop(who, None)
         self._starts.pop(who, None)
         inner(x, g)
-        before = self._starts.get(who, before)  # a worker that was set aside joins anew
+        before = self._starts.get(who, before)  # after a dropped pull it restarts from the center
         expected = before + self._moves[who] - self._pulls.get(who, torch.zeros_like(x))
         self.scene.check(
             close(x, expected),

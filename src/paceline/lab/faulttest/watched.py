@@ -144,12 +144,12 @@ def around(target: Any, name: str, act: Callable[..., Any]) -> None:
     setattr(target, name, partial(act, getattr(target, name)))
 
 
-def when_made(target: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Call ``look`` with each object that a method of ``target`` makes."""
+def when_made(target: Any, name: str, observe: Callable[[Any], None]) -> None:
+    """Call ``observe`` with each object that a method of ``target`` makes."""
 
     def make(inner: Callable[[], Any]) -> Any:
         made = inner()
-        look(made)
+        observe(made)
         return made
 
     around(target, name, make)
