@@ -132,7 +132,7 @@ def run(trial: Trial) -> None:
         trial.found = trial.found or judge(trial, victim, output, errors.read())
         left = wait_for_end(trial_id)
         if left and not trial.found:
-            trial.found = f"left behind: {left}"
+            trial.found = f"leftover processes: {left}"
         for pid in processes(trial_id):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

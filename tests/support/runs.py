@@ -125,7 +125,7 @@ def train_through_losses(
 
 
 def train_with_looks(worker: pl.Worker) -> None:
-    """Rank 0 peeks at batches before each epoch; all log which samples they took."""
+    """Rank 0 previews batches before each epoch; all log which samples they took."""
     net = new_net()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
     data = TensorDataset(torch.arange(44), torch.ones(44, 6))
@@ -135,7 +135,7 @@ def train_with_looks(worker: pl.Worker) -> None:
             for number, _ in enumerate(batches):
                 if number == 1:
                     break
-        worker.comm.barrier()  # otherwise rank 1 may take a whole epoch before rank 0 peeks
+        worker.comm.barrier()  # otherwise rank 1 may take a whole epoch before the preview
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()

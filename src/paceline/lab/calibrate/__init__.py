@@ -1,1 +1,1 @@
-"""Measure this machine into a cluster file, and the simulator's predictions against real runs."""
+"""Describe this machine as a cluster file, and compare predictions with real runs."""

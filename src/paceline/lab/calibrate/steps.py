@@ -196,13 +196,13 @@ class Probe(Downpour):
     def make_server(self) -> ProbeServer:
         try:
             return ProbeServer(self, self._clock)
-        except UsageError:  # the server cannot make the user\'s optimizer
+        except UsageError:  # the server cannot make the user's optimizer
             self.server_optimizer = "momentum"
             return ProbeServer(self, self._clock)
 
 
 class ProbeServer(DownpourServer):
-    """Times its updates."""
+    """A parameter server that times its updates."""
 
     def __init__(self, method: Probe, clock: StepClock) -> None:
         super().__init__(method)

@@ -135,7 +135,7 @@ def conduct(
     else:
         _OTHER_KINDS[scenario.kind](report, scenario, virtual)
     if leftovers is not None:
-        report.failures += [f"left behind: {what}" for what in leftovers.remaining()]
+        report.failures += [f"leftover: {what}" for what in leftovers.remaining()]
     report.seconds = time.monotonic() - began_s
     return report
 
@@ -147,10 +147,9 @@ def _faults(report: CaseReport, scenario: Scenario, virtual: bool, seeds: int) -
     method = make_strategy(report.method)
     faults, expect = _faults_for(report.method, scenario), scenario.expect
     victims = sorted({rank_of(fault) for fault in faults})
-    stops = any(
-        fault.kind == "freeze" for fault in faults
-    )  # a stopped rank is lost only after dead_s
+    stops = any(fault.kind == "freeze" for fault in faults)
     limit_s = expect.longest_gap_s(method)
+    # A stopped rank is lost only after dead_s: until then the throughput does not count.
     settled_s = limit_s if stops and limit_s else SETTLED_S
     accuracies: list[float] = []
     impacts: list[FaultImpact] = []

@@ -11,7 +11,7 @@ from paceline.record.folder import TRACE
 from paceline.record.trace import read
 
 SETTLED_S = 1.0
-"""The throughput after a fault is measured from this time on."""
+"""How long after a fault its throughput is measured again."""
 
 
 @dataclass

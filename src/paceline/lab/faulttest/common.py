@@ -31,7 +31,7 @@ class Members(Observer):
         if not session.transport.late:
             self.scene.begun.add((session.rank, 1))
 
-    def looked(self) -> None:
+    def after_operation(self) -> None:
         number = self.world.membership
         self.scene.check(number >= self.number, "membership", f"{number} after {self.number}")
         self.number = number
@@ -46,7 +46,7 @@ class Members(Observer):
         )
         for rank in seen:
             self.scene.check(
-                rank == session.rank or (rank, self.scene.life(rank)) in self.scene.begun,
+                rank == session.rank or (rank, self.scene.incarnation(rank)) in self.scene.begun,
                 "members",
                 f"rank {rank} is a member without a state",
             )
@@ -54,11 +54,11 @@ class Members(Observer):
 
     def _joined(self, session: Session, inner: Any, x: Tensor) -> Any:
         result = inner(x)
-        self.scene.begun.add((session.rank, self.scene.life(session.rank)))
+        self.scene.begun.add((session.rank, self.scene.incarnation(session.rank)))
         return result
 
     def _arrived(self, session: Session, inner: Any) -> None:
-        me = (session.rank, self.scene.life(session.rank))
+        me = (session.rank, self.scene.incarnation(session.rank))
         self.scene.check(
             me in self.scene.begun, "members", f"rank {session.rank} arrives without a state"
         )
@@ -150,22 +150,22 @@ class BatchDelivery(Observer):
         if batch in self._holder:
             holder = self._holder[batch]
             self.scene.check(
-                self.scene.is_over(*holder),
+                self.scene.was_lost(*holder),
                 "batches",
                 f"{batch} was given to rank {rank} while rank {holder[0]} had it",
             )
             self.scene.sites["batch given again"] += 1
-        self._holder[batch] = (rank, self.scene.life(rank))
+        self._holder[batch] = (rank, self.scene.incarnation(rank))
 
     def used(self, rank: int, queue: int, epoch: int, number: int) -> None:
         batch = (queue, epoch, number)
-        if self._holder.get(batch) == (rank, self.scene.life(rank)):
+        if self._holder.get(batch) == (rank, self.scene.incarnation(rank)):
             self._done.add(batch)
 
     def ended(self) -> None:
         for batch, holder in self._holder.items():
             self.scene.check(
-                batch in self._done or self.scene.is_over(*holder),
+                batch in self._done or self.scene.was_lost(*holder),
                 "batches",
                 f"{batch} was given to rank {holder[0]}, which lives, and was not used",
             )
@@ -256,9 +256,9 @@ class Completion(Observer):
                 "liveness",
                 f"rank {rank} was not lost, and has not finished",
             )
-        scene.check(not world.vigils and not world.receivers, "left behind", "a rank still waits")
+        scene.check(not world.vigils and not world.receivers, "leftovers", "a rank still waits")
         for rank, batches in enumerate(world.in_hand):
-            scene.check(not batches, "left behind", f"rank {rank} still has {batches}")
+            scene.check(not batches, "leftovers", f"rank {rank} still has {batches}")
 
 
 class StepCounts(Observer):

@@ -22,7 +22,7 @@ from paceline.training.session import Session
 
 @dataclass
 class Contribution:
-    """What one worker put into a step or an averaging: its model before, and its contribution."""
+    """What a worker put into a step or a synchronization: its model before, its contribution."""
 
     x: Tensor
     contribution: Tensor
@@ -38,10 +38,10 @@ class Replicas(Observer):
 
     def watches(self) -> bool:
         method = self.schedule.method
-        averages = isinstance(method, (SASGD, DiLoCo, Hierarchical))
-        averages = averages or self.schedule.name in ("allreduce", "layered")
-        averages = averages or (isinstance(method, EASGD) and method.sync)
-        return averages and self.schedule.workers > 1 and self.schedule.objective != "still"
+        synchronizes = isinstance(method, (SASGD, DiLoCo, Hierarchical))
+        synchronizes = synchronizes or self.schedule.name in ("allreduce", "layered")
+        synchronizes = synchronizes or (isinstance(method, EASGD) and method.sync)
+        return synchronizes and self.schedule.workers > 1 and self.schedule.objective != "still"
 
     def attach(self, session: Session) -> None:
         if session.rank < session.size:
@@ -89,20 +89,20 @@ class Replicas(Observer):
 
 
 class Means(Observer):
-    """A step, or an averaging, takes the weighted mean over the workers that take part."""
+    """A step, or a synchronization, takes the weighted mean over the workers that take part."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._parts: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
         self._after: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._averagings: dict[int, int] = {}
+        self._synchronizations: dict[int, int] = {}
 
     def watches(self) -> bool:
         method, schedule = self.schedule.method, self.schedule
         plain = schedule.optimizer in ("sgd", "decay")
         steps = schedule.name in ("allreduce", "layered") and plain
-        averages = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
-        return (steps or averages) and schedule.workers > 1 and schedule.objective != "still"
+        synchronizes = isinstance(method, Hierarchical) or (isinstance(method, SASGD) and plain)
+        return (steps or synchronizes) and schedule.workers > 1 and schedule.objective != "still"
 
     def attach(self, session: Session) -> None:
         if session.rank >= session.size:
@@ -125,9 +125,9 @@ class Means(Observer):
         inner(x, g)
 
     def _meet(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
-        number = self._averagings.get(session.rank, 0)
+        number = self._synchronizations.get(session.rank, 0)
         counted = 0 if session.rank in session.strategy.guard.aside else weight
-        self._averagings[session.rank] = number + 1
+        self._synchronizations[session.rank] = number + 1
         self._parts[number][session.rank] = Contribution(x.clone(), x.clone(), counted)
         goes_on: bool = inner(x, weight)
         if goes_on and not getattr(session.strategy, "_behind", False):

@@ -33,7 +33,7 @@ class Push:
         request: the numbers that were sent with it.
         lr: the worker's learning rate at that time.
         read: the version of the shard that the worker had read last.
-        server_life: the server's incarnation when the request was sent.
+        server_incarnation: the server's incarnation when the request was sent.
         version: the version of the shard that contains the push; None before it is applied.
         moved: by how much it moved the shard.
         ring: how many workers were in the ring: a cyclic move is divided by this.
@@ -43,7 +43,7 @@ class Push:
     request: Request
     lr: float
     read: int
-    server_life: int
+    server_incarnation: int
     version: int | None = None
     moved: Tensor | None = None
     ring: int = 1
@@ -98,7 +98,7 @@ class Pushes(Observer):
         around(server, "publish", lambda inner: self._publish(server, inner))
 
     def _who(self, rank: int) -> Who:
-        return rank, self.scene.life(rank)
+        return rank, self.scene.incarnation(rank)
 
     # Workers -------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Pushes(Observer):
             request,
             strategy.replica.lrs()[0],
             self._read.get((who, shard), 0),
-            self.scene.life(server),
+            self.scene.incarnation(server),
         )
         self.scene.check(
             is_sound(push.vector), "finite", lambda: f"rank {who[0]} sends {push.vector.tolist()}"
@@ -178,7 +178,7 @@ class Pushes(Observer):
     def _compare_moves(self, who: Who, push: Push, move: Tensor, server: int) -> None:
         """A worker moves as far as the center did; not at all if a successor forgot it."""
         assert push.moved is not None
-        no_record = push.server_life < self.scene.life(server) and not move.any()
+        no_record = push.server_incarnation < self.scene.incarnation(server) and not move.any()
         self.scene.check(
             no_record or close(move, push.moved),
             "an exchange keeps the sum",
@@ -218,7 +218,7 @@ class Pushes(Observer):
 
     def _counts(self, push: Push, server: int) -> bool:
         """Whether a push is in the model, or was lost with a server and asked for no reply."""
-        lost = not push.request.reply and push.server_life < self.scene.life(server)
+        lost = not push.request.reply and push.server_incarnation < self.scene.incarnation(server)
         return push.version is not None or lost
 
     # Servers -------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Pushes(Observer):
         with_momentum = kind == "momentum" or (kind == "user" and user == "momentum")
         momentum, step = 0.9 if with_momentum else 0.0, push.vector
         if momentum:
-            if self.scene.life(server.comm.rank) > 1:
+            if self.scene.incarnation(server.comm.rank) > 1:
                 shadow.known = False  # a successor starts from older buffers
             shadow.buffer = step if shadow.buffer is None else momentum * shadow.buffer + step
             step = shadow.buffer
@@ -371,7 +371,10 @@ class Elastic(Observer):
 
     def _local_update(self, session: Session, inner: Any, g: Gradient) -> None:
         assert session.stepper is not None
-        x, who = session.stepper.replica.flat.x, (session.rank, self.scene.life(session.rank))
+        x, who = (
+            session.stepper.replica.flat.x,
+            (session.rank, self.scene.incarnation(session.rank)),
+        )
         before = x.clone()
         inner(g)
         self._moves[who] = x - before
@@ -379,10 +382,10 @@ class Elastic(Observer):
     def _exchange(self, session: Session, inner: Any, v: Tensor, x: Tensor, numbers: Any) -> None:
         inner(v, x, **numbers)
         replies = self._starts if numbers.get("join") else self._pulls
-        replies[session.rank, self.scene.life(session.rank)] = x.clone()
+        replies[session.rank, self.scene.incarnation(session.rank)] = x.clone()
 
     def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
-        who, before = (session.rank, self.scene.life(session.rank)), x.clone()
+        who, before = (session.rank, self.scene.incarnation(session.rank)), x.clone()
         self._pulls.pop(who, None)
         self._starts.pop(who, None)
         inner(x, g)
@@ -421,7 +424,7 @@ class Bound(Observer):
         shard = server.comm.rank
         if request.join:
             self._finished.discard((shard, src))
-            self._joined[shard, src] = self.scene.life(src)
+            self._joined[shard, src] = self.scene.incarnation(src)
             self._clocks[shard, src] = self._slowest(shard, src)
         elif request.number > self._numbers.get((shard, src), 0):
             self._clocks[shard, src] = self._clocks.get((shard, src), 0) + 1
@@ -445,8 +448,10 @@ class Bound(Observer):
 
     def _is_here(self, shard: int, rank: int) -> bool:
         """Whether a worker is a member, or has told the server that it will be one."""
-        life = self._joined.get((shard, rank), 0)
-        return rank in self.world.alive() or (life > 0 and not self.scene.is_over(rank, life))
+        incarnation = self._joined.get((shard, rank), 0)
+        return rank in self.world.alive() or (
+            incarnation > 0 and not self.scene.was_lost(rank, incarnation)
+        )
 
     def _reply(self, server: Any, inner: Any, src: int) -> None:
         shard, bound = server.comm.rank, server.method.bound
@@ -492,7 +497,7 @@ class Tokens(Observer):
             )
         inner(src, *rest, **fields)
 
-    def looked(self) -> None:
+    def after_operation(self) -> None:
         holders = []
         for rank in self.world.alive():
             if rank < self.schedule.workers and rank in self.scene.workers:

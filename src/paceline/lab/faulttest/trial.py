@@ -218,7 +218,7 @@ def _end(scene: Scene, threads: int) -> Violation | None:
     """
     try:
         leaked = threading.active_count() - threads
-        scene.check(leaked == 0, "left behind", f"{leaked} threads")
+        scene.check(leaked == 0, "leftovers", f"{leaked} threads")
         if scene.finished and all(scene.workers[rank].set_aside for rank in scene.finished):
             scene.sites["diverged"] += 1
         complete = not scene.sites["stopped"] and not scene.sites["diverged"]

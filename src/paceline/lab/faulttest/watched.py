@@ -57,14 +57,14 @@ class Scene:
         self.observers: list[Observer] = []
         self.operations = 0
 
-    def life(self, rank: int) -> int:
+    def incarnation(self, rank: int) -> int:
         """The current incarnation of ``rank``, from 1."""
         return self.world.reborn.get(rank, 1)
 
-    def is_over(self, rank: int, life: int) -> bool:
+    def was_lost(self, rank: int, incarnation: int) -> bool:
         """Whether that incarnation of ``rank`` was lost."""
-        gone = rank in self.world.departed and rank in self.world.lost
-        return gone or self.life(rank) != life
+        lost_for_good = rank in self.world.departed and rank in self.world.lost
+        return lost_for_good or self.incarnation(rank) != incarnation
 
     def check(self, holds: bool, law: str, text: Callable[[], str] | str) -> None:
         """Raise :class:`Violation` unless ``law`` holds."""
@@ -89,7 +89,7 @@ class Scene:
         self.operations += 1
         self.check(self.operations < MOST_OPERATIONS, "liveness", "the run is in an endless loop")
         for observer in self.observers:
-            observer.looked()
+            observer.after_operation()
 
 
 class Observer:
@@ -105,7 +105,7 @@ class Observer:
     def attach(self, session: Session) -> None:
         """Called with each new incarnation of a rank, before it does anything."""
 
-    def looked(self) -> None:
+    def after_operation(self) -> None:
         """Called after each operation of any rank, to look at the whole world."""
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
@@ -166,7 +166,7 @@ class WatchedInbox(Inbox):
 
     def add(self, message: Message) -> None:
         if message not in self._known:
-            self._known[message] = self._scene.life(message.src)
+            self._known[message] = self._scene.incarnation(message.src)
             self.sent += message.x.nbytes
         super().add(message)
 
@@ -175,20 +175,20 @@ class WatchedInbox(Inbox):
         sent_by, src = self._known.pop(message), message.src
         self.delivered += message.x.nbytes
         self._scene.check(
-            sent_by == self._scene.life(src),
+            sent_by == self._scene.incarnation(src),
             "fence",
             lambda: (
                 f"rank {self._owner} received a message of incarnation {sent_by} of rank {src},"
-                f" which is at incarnation {self._scene.life(src)}"
+                f" which is at incarnation {self._scene.incarnation(src)}"
             ),
         )
 
     def withdraw(self, src: int, posted: bool = False) -> None:
         known, sent, dropped = dict(self._known), self.sent, self.dropped
         super().withdraw(src, posted)  # it clears the inbox and adds the other messages again
-        gone = known.keys() - self._known.keys()
+        withdrawn = known.keys() - self._known.keys()
         self._known = {message: known[message] for message in self._known}
-        self.sent, self.dropped = sent, dropped + sum(message.x.nbytes for message in gone)
+        self.sent, self.dropped = sent, dropped + sum(message.x.nbytes for message in withdrawn)
 
     def clear(self) -> None:
         super().clear()

@@ -25,7 +25,7 @@ MANY = 32
 LEAST_STEPS = 100
 """With fewer steps per worker the accuracies of two methods are not compared."""
 MOST_OFF = 2.0
-"""A held rate may differ by this factor from the one swept at that number of workers."""
+"""A rate chosen at 8 workers may differ by this factor from that swept at the actual number."""
 NEEDS = f"""
     At least {LEAST_STEPS} steps a worker; rates within a factor of {MOST_OFF:g} of those swept at
     that number of workers; the same momentum on both sides. A figure without all three is too
@@ -165,7 +165,7 @@ class Claim(ABC):
         id: its name.
         paper: the paper that makes it.
         claim: the claim in words.
-        source: where it comes from: the ``abstract``, ``reported`` elsewhere, or ``derived``.
+        source: ``abstract`` of the paper, ``reported`` by others, or ``derived`` in this project.
         setup: what is run.
         rule: which figures lead to which verdict.
         needs: what the set-up must have to decide it, if it may lack it.
