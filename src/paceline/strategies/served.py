@@ -138,6 +138,7 @@ class ServerStrategy(RoleStrategy):
     """
 
     synchronous: ClassVar[bool] = False
+    state: ClassVar[tuple[str, ...]] = ("steps", "versions")
 
     shards: int = 1
 
@@ -256,9 +257,8 @@ class ServerStrategy(RoleStrategy):
         self.versions = versions
         return model
 
-    @abstractmethod
     def flush(self, x: Tensor) -> None:
-        """Hand in what is left, and have the servers apply it before this returns."""
+        """At the end: hand in what is left, and have the servers apply it before this returns."""
 
     def finish(self, x: Tensor) -> None:
         self.flush(x)
@@ -282,7 +282,7 @@ class PushStrategy(ServerStrategy):
         accrued: their sum.
     """
 
-    state: ClassVar[tuple[str, ...]] = ("steps", "versions", "pending", "given", "accrued")
+    state: ClassVar[tuple[str, ...]] = (*ServerStrategy.state, "pending", "given", "accrued")
 
     server_optimizer: ServerOptimizer = "user"
 
