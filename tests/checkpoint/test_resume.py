@@ -392,18 +392,18 @@ def test_the_command_refuses_to_resume_from_nothing_and_takes_the_pointer_for_a_
         checkpoints = shutil.copytree("whole", tmp_path / spoil.__name__) / "checkpoints"
         spoil([checkpoints / "step-000000004", checkpoints / "step-000000008"])
         before = tree(checkpoints)
-        told = paceline(*how, "--out", spoil.__name__, "--resume", code=2).err
-        assert "can be used (nothing was removed): checkpoint" in told
-        assert "step-000000008 cannot be used: " in told
+        done = paceline(*how, "--out", spoil.__name__, "--resume", code=2).err
+        assert "can be used (nothing was removed): checkpoint" in done
+        assert "step-000000008 cannot be used: " in done
         assert tree(checkpoints) == before
     (tmp_path / "whole" / "checkpoints" / "latest").write_text("step-000000000\n")
-    told = paceline(*how, "--out", "whole", "--resume")
-    assert "latest names 'step-000000000', which does not exist" in told.err
-    assert '"resumed_at": 8' in told.out
+    done = paceline(*how, "--out", "whole", "--resume")
+    assert "latest names 'step-000000000', which does not exist" in done.err
+    assert '"resumed_at": 8' in done.out
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"workers": 3}, r"workers \(3\) must be 2"),
         ({"seed": 2}, r"seed \(2\) must be 1"),
@@ -413,9 +413,9 @@ def test_the_command_refuses_to_resume_from_nothing_and_takes_the_pointer_for_a_
     ],
     ids=["workers", "seed", "strategy", "arguments", "cluster"],
 )
-def test_another_run_is_refused(change, told, tmp_path):
+def test_another_run_is_refused(change, message, tmp_path):
     train, how = broken(tmp_path)
-    with pytest.raises(pl.UsageError, match=f"{told}.*as in the checkpoint"):
+    with pytest.raises(pl.UsageError, match=f"{message}.*as in the checkpoint"):
         train.run(tmp_path, **{**how, **change}, resume=True)
     assert train.run(tmp_path, **how, resume=True).resumed_at == 16
 
@@ -433,7 +433,7 @@ def test_checkpoints_are_not_overwritten_by_mistake(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ({"checkpoint_steps": 0}, r"checkpoint_steps \(0\) must be at least 1"),
         ({"checkpoint_minutes": 0}, r"checkpoint_minutes \(0\) must be above 0"),
@@ -444,8 +444,8 @@ def test_checkpoints_are_not_overwritten_by_mistake(tmp_path, monkeypatch):
     ],
     ids=["steps", "minutes", "never", "keep all", "keep", "out"],
 )
-def test_bad_options_are_refused(how, told, tmp_path):
-    with pytest.raises(pl.UsageError, match=told):
+def test_bad_options_are_refused(how, message, tmp_path):
+    with pytest.raises(pl.UsageError, match=message):
         pl.simulate(Interruptible(), **{"out": tmp_path, **how})
 
 
@@ -470,9 +470,9 @@ def test_a_disk_that_is_full_ends_no_run_but_is_told(tmp_path, monkeypatch):
     write = Store.save_rank
     monkeypatch.setattr(Store, "save_rank", fail)
     how = {"workers": 2, "strategy": "allreduce", "checkpoint_steps": 4}
-    with pytest.warns(UserWarning, match=r"step 12 could not be saved .*: No space left") as told:
+    with pytest.warns(UserWarning, match=r"step 12 could not be saved .*: No space left") as caught:
         run = Interruptible().run(tmp_path, **how)
-    assert len(told) == 1 and run.steps == 80
+    assert len(caught) == 1 and run.steps == 80
     assert (run.checkpoint, run.checkpoint_error) == (8, "No space left")
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["latest", "step-000000004", "step-000000008"]

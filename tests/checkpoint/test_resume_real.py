@@ -79,8 +79,8 @@ def test_allreduce_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_pa
     assert again.resumed_at is not None and again.resumed_at >= 3
     assert model(tmp_path / "killed") == model(tmp_path / "whole")
     assert (again.steps, again.samples) == (whole.steps, whole.samples)
-    told = [[(m["rank"], m.get("epoch")) for m in run.metrics] for run in (again, whole)]
-    assert sorted(map(str, told[0])) == sorted(map(str, told[1]))
+    logged = [[(m["rank"], m.get("epoch")) for m in run.metrics] for run in (again, whole)]
+    assert sorted(map(str, logged[0])) == sorted(map(str, logged[1]))
 
 
 @on_shared_memory
@@ -103,13 +103,13 @@ def test_a_run_that_is_told_to_end_makes_a_checkpoint_first(number, strategy, tm
     with launched(strategy, tmp_path) as process:
         before = latest(tmp_path)
         process.send_signal(number)
-        _, told = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
         assert process.returncode in (1, -signal.SIGINT)
     assert latest(tmp_path) > before
     step = int(latest(tmp_path).strip().removeprefix("step-"))
-    assert f"checkpoint of step {step} is saved: resume with --out {tmp_path}" in told
+    assert f"checkpoint of step {step} is saved: resume with --out {tmp_path}" in output
     if number != signal.SIGINT:
-        assert f"ended by {number.name}" in told
+        assert f"ended by {number.name}" in output
     assert not list(tmp_path.rglob("*.part"))
     again = launch(strategy, str(tmp_path), True)
     assert again.resumed_at == step and again.samples == 4 * SAMPLES
@@ -133,8 +133,8 @@ def test_a_second_signal_ends_a_run_that_makes_no_checkpoint(tmp_path):
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=2)
-        assert "a second signal came" in told
+        _, output = process.communicate(timeout=2)
+        assert "a second signal came" in output
 
 
 @on_shared_memory
@@ -164,15 +164,15 @@ def test_the_command_line_resumes_and_tells_when_it_could_not_save(paceline, tmp
     paceline("run", *how)
     assert "here) holds checkpoints" in paceline("run", *how, code=2).err
     assert '"resumed_at": 8' in paceline("run", *how, "--resume").out
-    told = paceline("run", *how, "--resume", "--seed", 7, code=2)
-    assert "seed (7) must be 0, as in the checkpoint" in told.err
-    told = paceline("run", "--resume", code=2)
-    assert "--resume needs --out" in told.err
+    done = paceline("run", *how, "--resume", "--seed", 7, code=2)
+    assert "seed (7) must be 0, as in the checkpoint" in done.err
+    done = paceline("run", "--resume", code=2)
+    assert "--resume needs --out" in done.err
     (tmp_path / "there" / "checkpoints").mkdir(parents=True)
     (tmp_path / "there" / "checkpoints" / "step-000000008").write_text("")
-    told = paceline("run", *how[:-1], "there", code=1)
-    assert "warning: the checkpoint of step 8 could not be saved" in told.err
-    assert '"checkpoint": 4, "checkpoint_error": "File exists"' in told.out
+    done = paceline("run", *how[:-1], "there", code=1)
+    assert "warning: the checkpoint of step 8 could not be saved" in done.err
+    assert '"checkpoint": 4, "checkpoint_error": "File exists"' in done.out
 
 
 def test_checkpoints_need_shared_memory(tmp_path):

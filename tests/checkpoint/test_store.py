@@ -235,16 +235,16 @@ def test_any_flipped_bit_is_found_out(tmp_path_factory, seed, name):
     save(store, 1)
     whole = (store.folder(1) / MANIFEST).read_text()
     flip(store.folder(1) / name, seed)
-    told = (store.folder(1) / name).read_bytes()
-    if name == MANIFEST and is_same_json(told, seal(json.loads(whole))):
+    content = (store.folder(1) / name).read_bytes()
+    if name == MANIFEST and is_same_json(content, seal(json.loads(whole))):
         return  # a blank became another
     with pytest.raises(pl.UsageError, match="cannot be used"):
         open_checkpoint(store.folder(1))
 
 
-def is_same_json(told: bytes, manifest) -> bool:
+def is_same_json(content: bytes, manifest) -> bool:
     try:
-        return json.loads(told) == manifest
+        return json.loads(content) == manifest
     except ValueError:
         return False
 
@@ -310,11 +310,11 @@ def test_any_flipped_bit_of_the_pointer_leaves_the_newest_checkpoint(store):
         spoilt = bytearray(whole)
         spoilt[place // 8] ^= 1 << place % 8
         pointer.write_bytes(spoilt)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert store.newest().step == 2
         strayed = spoilt.decode(errors="replace").strip()
-        assert bool(told) == (strayed not in ("step-000000002", "step-000000001"))
+        assert bool(caught) == (strayed not in ("step-000000002", "step-000000001"))
 
 
 def test_a_pointer_that_is_missing_is_told(store):

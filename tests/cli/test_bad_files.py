@@ -47,8 +47,8 @@ def made(tmp_path_factory):
     trial = {"config": config, "made": config, "outcome": outcome}
     (folder / "comparison" / "trials" / "one.json").write_text(json.dumps(trial))
     run = {"strategy": "allreduce", "workers": 2, "seed": 0, "file": "trials/one.json"}
-    told = {"runs": [run], "task": "a task", "target": 0.8, "command": None, "made_at": None}
-    (folder / "comparison" / "comparison.json").write_text(json.dumps(told))
+    plan = {"runs": [run], "task": "a task", "target": 0.8, "command": None, "made_at": None}
+    (folder / "comparison" / "comparison.json").write_text(json.dumps(plan))
     return folder
 
 

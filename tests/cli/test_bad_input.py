@@ -148,8 +148,8 @@ def test_bad_input_is_refused_with_name_value_and_rule(outcomes, line):
     assert CASES[line] in err
     assert "Traceback" not in err
     if err.startswith("paceline: "):
-        told = json.loads(out)
-        assert told == {"error": err.removeprefix("paceline: ").strip(), "exit_code": 2}
+        facts = json.loads(out)
+        assert facts == {"error": err.removeprefix("paceline: ").strip(), "exit_code": 2}
 
 
 def test_windows_is_told_to_use_wsl():

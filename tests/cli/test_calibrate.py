@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def told(folder, *arguments):
+def output_of(folder, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "paceline", *arguments, "--json"],
         capture_output=True,
@@ -48,7 +48,7 @@ def told(folder, *arguments):
 
 @pytest.mark.transport("shared_memory")
 def test_a_calibration_is_a_cluster_that_simulations_read(folder):
-    found = told(folder, "calibrate", "--model", "mlp", "--steps", "16", "--rounds", "1")
+    found = output_of(folder, "calibrate", "--model", "mlp", "--steps", "16", "--rounds", "1")
     assert found["cluster"] == "machine.toml" and found["transport"] == "shared_memory"
     assert found["cores"] >= 1 and found["model_bytes"] == 407080 and found["crowding"] > 0
     fits = {fit["what"]: fit for fit in found["fits"]}
@@ -57,7 +57,7 @@ def test_a_calibration_is_a_cluster_that_simulations_read(folder):
         assert fits[what]["start_s"] >= 0 and fits[what]["error"] >= 0
         assert fits[what]["start_s"] + fits[what].get("byte_s", fits[what].get("sample_s")) > 0
     run = ["sim", "--cluster", "machine.toml", "--model", "mlp", "--steps", "4", "--workers", "3"]
-    result = told(folder, *run)
+    result = output_of(folder, *run)
     assert result["virtual_seconds"] > 0 and result["samples_per_s"] > 0
 
 
@@ -65,7 +65,7 @@ def test_a_calibration_is_a_cluster_that_simulations_read(folder):
 def test_a_check_predicts_then_measures_and_tells_each_error(folder):
     choose = ["--strategy", "sasgd(interval=2),downpour", "--workers", "2", "--repeats", "2"]
     less = ["--rounds", "1", "--transport", "distributed"]  # over the file of the other test
-    found = told(folder, "calibrate", "mine.py", "--check", *choose, *less)
+    found = output_of(folder, "calibrate", "mine.py", "--check", *choose, *less)
     assert [row["what"] for row in found["rows"]] == [
         "mine.py, sasgd(interval=2), 2 workers",
         "mine.py, downpour, 2 workers",

@@ -44,13 +44,13 @@ EPOCHS = {"easgd": 12}
 def test_a_real_run_learns(strategy, outcome, tmp_path):
     epochs = EPOCHS.get(strategy, 6)
     line = ["run", "-s", strategy, "-w", 4, "--model", "mlp", "--epochs", epochs, "--seed", 3]
-    told = outcome(*line)
-    assert set(told) >= set(RESULT_KEYS)
-    assert told["accuracy"] > 0.75
-    assert (told["strategy"], told["workers"], told["seed"]) == (strategy, 4, 3)
-    assert told["samples"] == epochs * 4000
-    assert told["virtual_seconds"] is None and told["trace_hash"] is None
-    written = sorted(p.name for p in (tmp_path / told["out"]).iterdir())
+    output = outcome(*line)
+    assert set(output) >= set(RESULT_KEYS)
+    assert output["accuracy"] > 0.75
+    assert (output["strategy"], output["workers"], output["seed"]) == (strategy, 4, 3)
+    assert output["samples"] == epochs * 4000
+    assert output["virtual_seconds"] is None and output["trace_hash"] is None
+    written = sorted(p.name for p in (tmp_path / output["out"]).iterdir())
     assert written == [
         "config.json",
         "metrics.jsonl",
@@ -62,10 +62,10 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_simulated_run_learns(strategy, outcome):
-    told = outcome("sim", "-s", strategy, "-w", 8, "--model", "mlp", "--epochs", 6, "--seed", 5)
-    assert set(told) >= set(RESULT_KEYS)
-    assert told["accuracy"] > 0.75
-    assert told["virtual_seconds"] > 0
+    output = outcome("sim", "-s", strategy, "-w", 8, "--model", "mlp", "--epochs", 6, "--seed", 5)
+    assert set(output) >= set(RESULT_KEYS)
+    assert output["accuracy"] > 0.75
+    assert output["virtual_seconds"] > 0
 
 
 def test_a_simulated_run_repeats_in_another_process(outcome, tmp_path):
@@ -101,8 +101,8 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
     line += ["--as-model", "resnet50", "--out", "o"]
     note = "times and bytes as of resnet50; gradients of the network that was trained"
     assert note in paceline(*line, "--quiet").out
-    told = outcome(*line)
-    assert [row["as_model"] for row in told.get("rows", [told])] == ["resnet50"]
+    output = outcome(*line)
+    assert [row["as_model"] for row in output.get("rows", [output])] == ["resnet50"]
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_torchrun_starts_a_run_too(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    told = json.loads(line)
-    assert set(told) >= set(RESULT_KEYS)
-    assert (told["workers"], told["steps"], told["samples"]) == (2, 10, 640)
+    facts = json.loads(line)
+    assert set(facts) >= set(RESULT_KEYS)
+    assert (facts["workers"], facts["steps"], facts["samples"]) == (2, 10, 640)
     assert (tmp_path / "there" / "model.safetensors").exists()
 
 
@@ -186,8 +186,8 @@ def test_a_script_that_raises_shows_its_traceback_once(world, paceline, tmp_path
     assert done.err.count("Traceback") == 1
     assert done.err.count("raise KeyError('lost my key')") == 1
     assert "processes.py" not in done.err and "run.py" not in done.err
-    told = json.loads(done.out)
-    assert told == {"error": "rank 1: KeyError: 'lost my key'", "exit_code": 1}
+    output = json.loads(done.out)
+    assert output == {"error": "rank 1: KeyError: 'lost my key'", "exit_code": 1}
 
 
 @pytest.mark.parametrize("world", ["run", "sim"])
@@ -200,17 +200,17 @@ def test_a_script_that_cannot_be_loaded_shows_why(world, paceline, tmp_path):
 
 @pytest.mark.parametrize("world", ["run", "sim"])
 def test_a_run_that_diverges_says_so(world, paceline):
-    told = paceline(world, "-s", "gossip", "-w", 2, "--epochs", 1, "--lr", 1e9, "-q", code=1)
-    assert "training ended early" in told.err and "a smaller learning rate may help" in told.err
+    done = paceline(world, "-s", "gossip", "-w", 2, "--epochs", 1, "--lr", 1e9, "-q", code=1)
+    assert "training ended early" in done.err and "a smaller learning rate may help" in done.err
 
 
 def test_a_lost_worker_ends_with_exit_code_3(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(
         SCRIPT.replace("sgd.step()", "os.kill(os.getpid(), 9) if worker.rank else sgd.step()")
     )
-    told = outcome("run", "mine.py", "-w", 3, code=3)
-    assert told["error"].startswith("lost ranks 1, 2 in all_reduce")
-    assert told["exit_code"] == 3
+    output = outcome("run", "mine.py", "-w", 3, code=3)
+    assert output["error"].startswith("lost ranks 1, 2 in all_reduce")
+    assert output["exit_code"] == 3
 
 
 @pytest.mark.parametrize("world", ["run", "sim"])
@@ -236,17 +236,17 @@ def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
 
 def test_compare_puts_runs_side_by_side(outcome):
     line = ["compare", "-w", "2,4", "--steps", 4, "-c", "wan", "--target", 0.1]
-    told = outcome(*line, "--model", "mlp")
-    setups = [(row["strategy"], row["workers"], row["cluster"]) for row in told["rows"]]
+    output = outcome(*line, "--model", "mlp")
+    setups = [(row["strategy"], row["workers"], row["cluster"]) for row in output["rows"]]
     assert setups == [(s, w, "wan") for w in (2, 4) for s in STRATEGIES]
-    for row in told["rows"]:
+    for row in output["rows"]:
         assert row["target"] == 0.1
         reached = row["accuracy"] >= 0.1
         assert (row["seconds_to_target"] is not None) == reached
         assert row["bytes_sent"] > 0
-    seconds = {row["strategy"]: row["virtual_seconds"] for row in told["rows"][len(STRATEGIES) :]}
+    seconds = {row["strategy"]: row["virtual_seconds"] for row in output["rows"][len(STRATEGIES) :]}
     assert seconds["allreduce"] > 1.5 * seconds["sasgd"]
-    assert Path(told["report"]).stat().st_size < 2_000_000
+    assert Path(output["report"]).stat().st_size < 2_000_000
 
 
 def test_compare_fits_a_narrow_terminal(paceline, monkeypatch):
@@ -297,10 +297,10 @@ def test_help_and_lists_load_no_torch():
 
 
 def test_strategies_are_told_as_json(outcome):
-    told = outcome("strategies")["strategies"]
-    assert [s["name"] for s in told] == list(STRATEGIES)
-    assert {"name", "paper", "options", "synchronous", "servers"} <= set(told[0])
-    interval = next(o for o in told[1]["options"] if o["name"] == "interval")
+    output = outcome("strategies")["strategies"]
+    assert [s["name"] for s in output] == list(STRATEGIES)
+    assert {"name", "paper", "options", "synchronous", "servers"} <= set(output[0])
+    interval = next(o for o in output[1]["options"] if o["name"] == "interval")
     assert interval == {
         "name": "interval",
         "type": "int",
@@ -311,6 +311,6 @@ def test_strategies_are_told_as_json(outcome):
 
 def test_the_doctor_finds_nothing_wrong(outcome, monkeypatch):
     monkeypatch.setattr("paceline.lab.tasks.recipe.FOLDERS", ("nowhere",))
-    told = outcome("doctor")
-    assert told["ok"] and all(check["ok"] is not False for check in told["checks"])
-    assert {"shared memory", "gloo", "simulator", "torch"} <= {c["name"] for c in told["checks"]}
+    output = outcome("doctor")
+    assert output["ok"] and all(check["ok"] is not False for check in output["checks"])
+    assert {"shared memory", "gloo", "simulator", "torch"} <= {c["name"] for c in output["checks"]}

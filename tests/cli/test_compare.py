@@ -41,17 +41,17 @@ def compared(outcome, *more, out="c"):
 @pytest.mark.transport("simulated")
 def test_every_seed_is_a_row(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    told = compared(outcome, "--seeds", 2, "--seed", 7)
-    keys = [(r["workers"], r["strategy"], r["seed"]) for r in told["rows"]]
+    output = compared(outcome, "--seeds", 2, "--seed", 7)
+    keys = [(r["workers"], r["strategy"], r["seed"]) for r in output["rows"]]
     methods = ("allreduce", "sasgd(interval=2)")
     assert keys == [(w, s, seed) for w in (2, 3) for s in methods for seed in (7, 8)]
-    for row in told["rows"]:
+    for row in output["rows"]:
         assert (row["cluster"], row["target"], row["accuracy"]) == ("wan", 0.5, 1.0)
         assert 0 < row["seconds_to_target"] < row["virtual_seconds"]
         assert 0 < row["bytes_to_target"] < row["bytes_sent"]
         assert row["error"] is None
-    page = Path(told["report"]).read_text()
-    assert told["report"] == "c/report.html" and "Verdict" in page and "mine.py" in page
+    page = Path(output["report"]).read_text()
+    assert output["report"] == "c/report.html" and "Verdict" in page and "mine.py" in page
 
 
 def test_a_target_that_is_not_reached_is_null(outcome, tmp_path):
@@ -98,17 +98,17 @@ def test_a_method_that_breaks_off_is_a_row_with_its_error(outcome, tmp_path):
         '[compute]\nstep_s = 1.0\n[[faults]]\nkind = "kill"\nrank = 1\nat_s = 1.5\n'
     )
     line = ["compare", "mine.py", "-s", "allreduce,gossip", "-w", 3, "-c", "deadly.toml"]
-    told = outcome(*line, "--target", 0.5)
-    broken, fine = told["rows"]
+    output = outcome(*line, "--target", 0.5)
+    broken, fine = output["rows"]
     assert "rank 1" in broken["error"] and broken["accuracy"] is None
     assert set(broken) == set(fine) and fine["lost_workers"] == 1
-    assert "allreduce failed: lost rank 1" in Path(told["report"]).read_text()
+    assert "allreduce failed: lost rank 1" in Path(output["report"]).read_text()
 
 
 def test_where_every_run_fails_so_does_the_comparison(outcome, paceline, tmp_path):
     (tmp_path / "mine.py").write_text("def train(worker):\n    raise KeyError('lost my key')\n")
-    told = outcome("compare", "mine.py", "-s", "allreduce", "-w", 2, code=1)
-    assert told == {"error": "rank 0: KeyError: 'lost my key'", "exit_code": 1}
+    output = outcome("compare", "mine.py", "-s", "allreduce", "-w", 2, code=1)
+    assert output == {"error": "rank 0: KeyError: 'lost my key'", "exit_code": 1}
     (tmp_path / "mine.py").write_text("import nonesuch\ndef train(worker):\n    pass\n")
     assert "nonesuch" in outcome("compare", "mine.py", "-s", "allreduce", code=1)["error"]
 
@@ -117,10 +117,10 @@ def test_where_every_run_fails_so_does_the_comparison(outcome, paceline, tmp_pat
 def test_real_runs_are_compared_and_found_again(outcome, paceline, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     line = ["compare", "mine.py", "--real", "-s", "allreduce,sasgd", "-w", 2, "--target", 0.5]
-    told = outcome(*line, "--out", "r")
-    assert [row["cluster"] for row in told["rows"]] == [None, None]
-    assert all(row["seconds_to_target"] > 0 for row in told["rows"])
-    assert "real processes (shared_memory)" in Path(told["report"]).read_text()
+    output = outcome(*line, "--out", "r")
+    assert [row["cluster"] for row in output["rows"]] == [None, None]
+    assert all(row["seconds_to_target"] > 0 for row in output["rows"])
+    assert "real processes (shared_memory)" in Path(output["report"]).read_text()
     assert (tmp_path / "r/02/trace.jsonl").exists()
     done = paceline(*line, "--out", "r")
     assert "2 runs, 2 already in r" in done.out and "[1/2]" not in done.out
@@ -129,9 +129,9 @@ def test_real_runs_are_compared_and_found_again(outcome, paceline, tmp_path):
 def test_a_report_is_built_anew_with_another_target(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     first = Path(compared(outcome)["report"]).read_text()
-    told = outcome("report", "c", "--target", 0.9, "--out", "again.html")
+    output = outcome("report", "c", "--target", 0.9, "--out", "again.html")
     again = (tmp_path / "again.html").read_text()
-    assert told == {"report": "again.html", "bytes": len(again.encode())}
+    assert output == {"report": "again.html", "bytes": len(again.encode())}
     assert "accuracy 0.5" in first and "accuracy 0.9" in again and "accuracy 0.5" not in again
     outcome("report", "c")
     assert (tmp_path / "c/report.html").read_text() == first
@@ -142,17 +142,19 @@ def test_real_and_simulated_runs_are_reported_together(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     outcome("run", "mine.py", "-s", "sasgd(interval=2)", "-w", 2, "--out", "real")
     outcome("sim", "mine.py", "-s", "sasgd(interval=2)", "-w", 2, "-c", "wan", "--out", "virtual")
-    told = outcome("report", "real", "virtual", "--target", 0.5)
-    page = Path(told["report"]).read_text()
-    assert told["report"] == "real/report.html"
+    output = outcome("report", "real", "virtual", "--target", 0.5)
+    page = Path(output["report"]).read_text()
+    assert output["report"] == "real/report.html"
     assert "2 workers on wan" in page and "2 workers on real processes (shared_memory)" in page
     assert "sasgd(interval=2)" in page and "compare their shapes" in page
 
 
 def test_a_folder_that_is_no_run_is_refused(outcome, tmp_path):
     (tmp_path / "empty").mkdir()
-    told = outcome("report", "empty", code=2)
-    assert "folder (empty) must be one that paceline compare, run or sim has completed" in str(told)
+    output = outcome("report", "empty", code=2)
+    assert "folder (empty) must be one that paceline compare, run or sim has completed" in str(
+        output
+    )
     outcome("sim", "--steps", 1, "-w", 2, "--model", "mlp", "--out", "s")
-    told = outcome("report", "s", "--out", "nowhere/r.html", code=2)
-    assert "out (nowhere/r.html) must be a writable file" in told["error"]
+    output = outcome("report", "s", "--out", "nowhere/r.html", code=2)
+    assert "out (nowhere/r.html) must be a writable file" in output["error"]

@@ -46,9 +46,9 @@ def headings(lines):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_docstring_has_every_part(name):
-    told, parts = describe(name), parts_of(name)
-    assert re.fullmatch(r"[A-Z][\w -]+: .+\.", told["summary"])
-    wanted = {*IN_JSON, "Symbols", "Example", *(["Args"] if told["options"] else [])}
+    facts, parts = describe(name), parts_of(name)
+    assert re.fullmatch(r"[A-Z][\w -]+: .+\.", facts["summary"])
+    wanted = {*IN_JSON, "Symbols", "Example", *(["Args"] if facts["options"] else [])}
     assert wanted <= set(parts) <= {"Summary", *SHOWN}
     assert "Notes" not in parts, "a paragraph stands where no heading claims it"
     assert "Reference:" in inspect.getdoc(strategy_class(name))
@@ -56,22 +56,22 @@ def test_a_docstring_has_every_part(name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_docstring_tells_what_has_to_be_known(name, paceline):
-    (told,) = json.loads(paceline("strategies", name, "--json")[-1])["strategies"]
-    assert set(told) == KEYS | TEXTS
+    (facts,) = json.loads(paceline("strategies", name, "--json")[-1])["strategies"]
+    assert set(facts) == KEYS | TEXTS
     for key in TEXTS:
-        assert told[key] and not [mark for mark in MARKUP if mark in told[key]], key
-    assert r"\leftarrow" in told["equations"] or "=" in told["equations"]
-    assert "slow worker" in told["faults"] and re.search(r"\bdead\b", told["faults"])
-    assert re.search(r"size of|model|gradient", told["bytes"])
-    assert re.search(r"learning rate .*\(factor 1\b", told["when_to_use"]), "the lr factor"
+        assert facts[key] and not [mark for mark in MARKUP if mark in facts[key]], key
+    assert r"\leftarrow" in facts["equations"] or "=" in facts["equations"]
+    assert "slow worker" in facts["faults"] and re.search(r"\bdead\b", facts["faults"])
+    assert re.search(r"size of|model|gradient", facts["bytes"])
+    assert re.search(r"learning rate .*\(factor 1\b", facts["when_to_use"]), "the lr factor"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_option_has_type_default_and_help(name):
     fields = {field.name: field for field in dataclasses.fields(strategy_class(name))}
-    told = {option["name"]: option for option in describe(name)["options"]}
-    assert set(told) == set(fields)
-    for option, about in told.items():
+    facts = {option["name"]: option for option in describe(name)["options"]}
+    assert set(facts) == set(fields)
+    for option, about in facts.items():
         assert about["default"] == fields[option].default
         assert about["type"] and about["help"].endswith((".", "..."))
         assert "``" not in about["help"]
@@ -139,13 +139,13 @@ def test_the_list_fits_a_narrow_terminal(paceline):
 
 def test_the_list_for_programs_has_every_method(paceline):
     (line,) = paceline("strategies", "--json")
-    told = json.loads(line)["strategies"]
-    assert [about["name"] for about in told] == list(STRATEGIES)
-    assert all(set(about) == KEYS for about in told)
-    kinds = {about["name"]: (about["synchronous"], about["servers"]) for about in told}
+    facts = json.loads(line)["strategies"]
+    assert [about["name"] for about in facts] == list(STRATEGIES)
+    assert all(set(about) == KEYS for about in facts)
+    kinds = {about["name"]: (about["synchronous"], about["servers"]) for about in facts}
     assert kinds["allreduce"] == (True, 0) and kinds["downpour"] == (False, 1)
     option = {"name": "interval", "type": "int", "default": 16}
-    assert told[1]["options"][0] == {**option, "help": "steps between aggregations."}
+    assert facts[1]["options"][0] == {**option, "help": "steps between aggregations."}
 
 
 # Docstrings that have less -----------------------------------------------------------------------
@@ -189,11 +189,11 @@ def registered(monkeypatch):
 
 
 def test_what_a_docstring_does_not_say_is_left_out(registered, paceline):
-    (told,) = json.loads(paceline("strategies", "plain", "--json")[-1])["strategies"]
-    assert told["equations"] == "x = y\n\nAs it was."
-    assert told["faults"] == "wide is not changed, see step."
-    assert told["idea"] == told["bytes"] == told["reference"] == ""
-    assert told["options"][0]["default"] == {}
+    (facts,) = json.loads(paceline("strategies", "plain", "--json")[-1])["strategies"]
+    assert facts["equations"] == "x = y\n\nAs it was."
+    assert facts["faults"] == "wide is not changed, see step."
+    assert facts["idea"] == facts["bytes"] == facts["reference"] == ""
+    assert facts["options"][0]["default"] == {}
     lines = paceline("strategies", "plain")
     assert headings(lines) == ["Equations", "Options", "Notes", "Faults"]
     assert lines[lines.index("Notes") + 1 :][:4] == [

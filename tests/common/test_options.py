@@ -263,10 +263,10 @@ def test_a_strategy_that_is_not_one_is_refused(spec, message):
 
 
 def test_a_method_describes_its_options():
-    told = describe("sasgd")
-    by_name = {option["name"]: option for option in told["options"]}
-    assert told["synchronous"] is True and told["servers"] == 0
+    facts = describe("sasgd")
+    by_name = {option["name"]: option for option in facts["options"]}
+    assert facts["synchronous"] is True and facts["servers"] == 0
     assert by_name["interval"]["default"] == 16
     assert by_name["global_lr"]["type"] == "float or none"
     assert by_name["momentum"]["type"] == "keep|reset|average"
-    assert all(option["help"] for option in told["options"])
+    assert all(option["help"] for option in facts["options"])

@@ -124,16 +124,16 @@ def script(tmp_path):
 
 
 def test_a_function_of_a_script_is_found_without_what_the_script_does_as_main(script, tmp_path):
-    told, _ = python(script, cwd=tmp_path)
-    assert json.loads(told) == {"main": str(script), "name": "train"}
-    found, errors = python("-c", _FIND, told, cwd=tmp_path)
+    reference, _ = python(script, cwd=tmp_path)
+    assert json.loads(reference) == {"main": str(script), "name": "train"}
+    found, errors = python("-c", _FIND, reference, cwd=tmp_path)
     assert json.loads(found or "null") == [[20, 1], [30, 2], True, False], errors
 
 
 def test_a_script_that_runs_as_a_module_is_found_as_one(script):
-    told, _ = python("-m", "own_training", cwd=script.parent)
-    assert json.loads(told) == {"module": "own_training", "name": "train"}
-    found, errors = python("-c", _FIND, told, cwd=script.parent)
+    reference, _ = python("-m", "own_training", cwd=script.parent)
+    assert json.loads(reference) == {"module": "own_training", "name": "train"}
+    found, errors = python("-c", _FIND, reference, cwd=script.parent)
     assert json.loads(found or "null")[0] == [20, 1], errors
 
 

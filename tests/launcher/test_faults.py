@@ -133,7 +133,7 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
 
 @on_shared_memory
 @pytest.mark.parametrize(
-    ("how", "more", "told"),
+    ("how", "more", "message"),
     [
         ("return", {}, None),
         ("raise", {}, r"^rank \d: KeyError: 'no such thing'"),
@@ -145,8 +145,11 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
         ),
     ],
 )
-def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, told):
-    fork_servers, expected = [], nullcontext() if told is None else pytest.raises(pl.PacelineError)
+def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, message):
+    fork_servers, expected = (
+        [],
+        nullcontext() if message is None else pytest.raises(pl.PacelineError),
+    )
     with expected as caught:
         pl.launch(
             runs.stop_the_fork_server,
@@ -155,8 +158,8 @@ def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, told
             on_metric=lambda record: fork_servers.append(record["fork_server"]),
             **more,
         )
-    assert told is None or re.search(told, str(caught.value))
-    assert told is None or caught.value.exit_code == (1 if how == "raise" else 3)
+    assert message is None or re.search(message, str(caught.value))
+    assert message is None or caught.value.exit_code == (1 if how == "raise" else 3)
     assert [runs.state_of(pid) for pid in fork_servers] == [None]
 
 
@@ -229,8 +232,8 @@ def test_nothing_outlives_a_launcher(launchers):
     os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     assert runs.wait_for_ends(interrupted.pidfds, PATIENCE_S)
     assert interrupted.process.wait(PATIENCE_S) in (130, -signal.SIGINT)
-    told = interrupted.process.stderr.read()
-    assert told.count("Traceback") == told.count("KeyboardInterrupt") == 1
+    output = interrupted.process.stderr.read()
+    assert output.count("Traceback") == output.count("KeyboardInterrupt") == 1
 
 
 # Other launchers ---------------------------------------------------------------------------------
@@ -238,8 +241,8 @@ def test_nothing_outlives_a_launcher(launchers):
 
 def scenario(strategy, how, rank, when, hosts=False, **limits):
     limits = {"dead_s": 2.0 if hosts else 1.0, "notice_s": 0.5, "start_s": 60.0, **limits}
-    told = {"strategy": strategy, "how": how, "rank": rank, "when": when}
-    return {**told, "hosts": hosts, "limits": limits}
+    facts = {"strategy": strategy, "how": how, "rank": rank, "when": when}
+    return {**facts, "hosts": hosts, "limits": limits}
 
 
 SCENARIOS = [
@@ -267,16 +270,16 @@ def test_a_lost_rank_ends_all_others_of_another_launcher_wherever_they_are(tmp_p
         timeout=110,
     )
     assert ended.returncode == 0, ended.stderr
-    for played, told in zip(SCENARIOS, json.loads(ended.stdout), strict=True):
+    for played, facts in zip(SCENARIOS, json.loads(ended.stdout), strict=True):
         lost = played["rank"]
         for rank in {0, 1, 2} - {lost}:
-            log = told["logs"][rank]
-            assert told["codes"][rank] == 3, (played, rank, told)
+            log = facts["logs"][rank]
+            assert facts["codes"][rank] == 3, (played, rank, facts)
             assert f"paceline: lost rank {lost} in " in log and "Traceback" not in log, (
                 played,
                 log,
             )
-    never = told["logs"][0]
+    never = facts["logs"][0]
     assert "paceline: rank 0 still waits at the start for rank 2 after 3 s; the limit is" in never
     assert "lost rank 2 in the run" in never and "pl.Limits(start_s=6)" in never
 

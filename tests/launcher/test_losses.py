@@ -260,8 +260,8 @@ def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_p
     with subprocess.Popen(command, start_new_session=True, **how) as launcher:
         runs.await_pids(tmp_path, workers=2)
         pause(tmp_path, lambda number: os.killpg(launcher.pid, number))  # as Ctrl-Z and fg do
-        told, _ = launcher.communicate()
-    assert (launcher.returncode, told) == (0, "set() 0\n")
+        output, _ = launcher.communicate()
+    assert (launcher.returncode, output) == (0, "set() 0\n")
 
 
 def test_a_server_that_was_stopped_for_too_long_and_goes_on_is_followed_by_another(tmp_path):

@@ -81,9 +81,9 @@ def test_a_folder_that_was_there_keeps_its_mode(open_umask, tmp_path):
 def test_a_comparison_is_for_its_user_alone_but_for_the_report(open_umask, paceline, tmp_path):
     paceline("compare", "-s", "allreduce,sasgd", "-w", 2, "--model", "mlp", "--steps", 2)
     (out,) = (tmp_path / "runs").iterdir()
-    told = modes(out, False)
-    assert told.pop("report.html") == 0o666
-    assert set(told.values()) == {0o600} and "comparison.json" in told
+    modes_found = modes(out, False)
+    assert modes_found.pop("report.html") == 0o666
+    assert set(modes_found.values()) == {0o600} and "comparison.json" in modes_found
     assert set(modes(out, True).values()) == {0o700}
 
 
@@ -106,11 +106,11 @@ def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
 def test_every_way_to_start_a_run_asks_whose_the_folder_is(paceline, tmp_path):
     pl.simulate(runs.train, workers=2, out=tmp_path / "out", checkpoint_steps=4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    told = r"out \(.*out\) must not be in use: process \d+ is still writing a run there"
+    message = r"out \(.*out\) must not be in use: process \d+ is still writing a run there"
     with claim(tmp_path / "out"):
-        with pytest.raises(pl.UsageError, match=told):
+        with pytest.raises(pl.UsageError, match=message):
             pl.launch(runs.train, out=tmp_path / "out", checkpoint_steps=4, resume=True)
-        with pytest.raises(pl.UsageError, match=told), pl.init(out=tmp_path / "out"):
+        with pytest.raises(pl.UsageError, match=message), pl.init(out=tmp_path / "out"):
             pass
         for command in ("run", "sim", "compare"):
             refused = paceline(command, "--steps", 1, "--out", "out", code=2)
@@ -183,11 +183,11 @@ FULL = "No space left on device"
 
 def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
     whole = pl.simulate(runs.train, workers=2)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         run = pl.simulate(
             runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
         )
-    assert [str(one.message) for one in told] == [
+    assert [str(one.message) for one in caught] == [
         f"the trace of the run in {tmp_path} was abandoned: {FULL}; training continues without it"
     ]
     assert run.trace_hash == whole.trace_hash
@@ -197,11 +197,11 @@ def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
 
 @on_shared_memory
 def test_real_ranks_on_a_full_disk_go_on_without_their_traces_and_that_is_said_once(tmp_path):
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         run = pl.launch(
             runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
         )
-    assert len(told) == 1 and f"was abandoned: {FULL}" in str(told[0].message)
+    assert len(caught) == 1 and f"was abandoned: {FULL}" in str(caught[0].message)
     assert run.samples == 2 * 77 and run.model_error is None
     names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -234,10 +234,10 @@ def test_metrics_on_a_full_disk_are_written_at_the_end_if_there_is_room_then(tmp
     def fill(record):
         runs.fill_disk_under(tmp_path / "metrics.jsonl")
 
-    with pytest.warns(UserWarning, match=rf"metrics.jsonl could not be written: {FULL}") as told:
+    with pytest.warns(UserWarning, match=rf"metrics.jsonl could not be written: {FULL}") as caught:
         run = pl.simulate(runs.train, workers=2, out=tmp_path, on_metric=fill)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(told) == 1 and [json.loads(line) for line in lines] == run.metrics
+    assert len(caught) == 1 and [json.loads(line) for line in lines] == run.metrics
 
 
 def test_notes_that_are_given_up_are_whole_lines(tmp_path):
@@ -269,7 +269,7 @@ def test_a_model_finds_the_room_that_the_trace_has_taken(monkeypatch, tmp_path):
 def test_a_model_that_cannot_be_written_is_told_and_the_result_is_there(tmp_path):
     for start in (pl.simulate, pl.launch):
         out = tmp_path / start.__name__
-        with pytest.warns(UserWarning, match=rf"the model could not be saved in {out}: ") as told:
+        with pytest.warns(UserWarning, match=rf"the model could not be saved in {out}: ") as caught:
             run = start(
                 runs.train_where_model_cannot_be,
                 workers=2,
@@ -277,7 +277,7 @@ def test_a_model_that_cannot_be_written_is_told_and_the_result_is_there(tmp_path
                 arguments={"out": str(out)},
                 trace=False,
             )
-        assert len(told) == 1 and run.model_error == "Is a directory"
+        assert len(caught) == 1 and run.model_error == "Is a directory"
         assert json.loads((out / "result.json").read_text())["model_error"] == "Is a directory"
         assert not list(out.glob(".*.part"))
 
@@ -301,9 +301,9 @@ def train(worker):
 @pytest.mark.filterwarnings("default")
 def test_the_command_ends_with_1_when_the_model_is_not_saved(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    told = paceline("sim", "mine.py", "-w", 2, "--out", "here", "--no-trace", "--json", code=1)
-    assert "the model could not be saved in here: Is a directory" in told.err
-    assert '"model_error": "Is a directory"' in told.out
+    done = paceline("sim", "mine.py", "-w", 2, "--out", "here", "--no-trace", "--json", code=1)
+    assert "the model could not be saved in here: Is a directory" in done.err
+    assert '"model_error": "Is a directory"' in done.out
 
 
 def test_a_disk_that_is_full_before_the_run_is_refused(monkeypatch, tmp_path):

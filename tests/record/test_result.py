@@ -70,20 +70,20 @@ def train(worker):
 
 
 def test_json_has_the_keys_that_other_tools_read():
-    told = result_of(SUMMARY).to_json()
-    assert set(told) == {*RESULT_KEYS, "out"}
+    facts = result_of(SUMMARY).to_json()
+    assert set(facts) == {*RESULT_KEYS, "out"}
 
 
 def test_a_simulated_run_fills_every_key(tmp_path):
     run = pl.simulate(train, workers=2, cluster="ethernet-1g", seed=3, out=tmp_path)
-    told = json.loads(json.dumps(run.to_json()))
-    assert {key for key, value in told.items() if value is None} == {"as_model", *SAVED}
-    assert (told["strategy"], told["workers"], told["seed"]) == ("allreduce", 2, 3)
-    assert (told["steps"], told["samples"]) == (8, 24)
-    assert told["staleness_mean"] == told["staleness_max"] == 0
-    assert told["lost_workers"] == told["joined_workers"] == 0
-    assert told["consensus_distance"] == 0 and told["out"] == str(tmp_path)
-    assert len(bytes.fromhex(told["trace_hash"])) == 32
+    facts = json.loads(json.dumps(run.to_json()))
+    assert {key for key, value in facts.items() if value is None} == {"as_model", *SAVED}
+    assert (facts["strategy"], facts["workers"], facts["seed"]) == ("allreduce", 2, 3)
+    assert (facts["steps"], facts["samples"]) == (8, 24)
+    assert facts["staleness_mean"] == facts["staleness_max"] == 0
+    assert facts["lost_workers"] == facts["joined_workers"] == 0
+    assert facts["consensus_distance"] == 0 and facts["out"] == str(tmp_path)
+    assert len(bytes.fromhex(facts["trace_hash"])) == 32
 
 
 def test_throughput_is_that_of_all_workers_after_their_first_step():
@@ -97,12 +97,12 @@ def test_throughput_is_that_of_all_workers_after_their_first_step():
 @pytest.mark.transport("shared_memory")
 def test_a_real_run_has_no_virtual_time_and_no_fingerprint():
     run = pl.launch(train, workers=2, strategy="sasgd(interval=2)")
-    told = json.loads(json.dumps(run.to_json()))
-    empty = {key for key, value in told.items() if value is None}
+    facts = json.loads(json.dumps(run.to_json()))
+    empty = {key for key, value in facts.items() if value is None}
     assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "out", *SAVED}
-    assert (told["strategy"], told["steps"], told["samples"]) == ("sasgd", 8, 24)
-    assert told["seconds"] > 0 and told["startup_seconds"] > 0
-    assert 0 <= told["wait_share"] <= 1
+    assert (facts["strategy"], facts["steps"], facts["samples"]) == ("sasgd", 8, 24)
+    assert facts["seconds"] > 0 and facts["startup_seconds"] > 0
+    assert 0 <= facts["wait_share"] <= 1
 
 
 def test_a_strategy_of_the_users_own_is_named_by_its_class():

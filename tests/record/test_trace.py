@@ -76,8 +76,8 @@ def test_the_hash_does_not_depend_on_when_the_buffer_is_written(events):
 
 def test_more_records_than_the_buffer_holds_are_all_written(tmp_path):
     events = [{"time_s": n / 8, "rank": n % 3, "event": "step"} for n in range(10_000)]
-    told = hash_of(events, tmp_path / "trace.jsonl")
-    assert told == hash_of(events)
+    digest = hash_of(events, tmp_path / "trace.jsonl")
+    assert digest == hash_of(events)
     assert [line["t"] for line in read(tmp_path / "trace.jsonl")] == [n / 8 for n in range(10_000)]
 
 

@@ -88,8 +88,8 @@ def test_every_picture_is_there_and_told_in_words(page):
 
 def test_a_picture_has_its_numbers_beside_it(page):
     figure = next(f for f in page.split("<figure>") if "Accuracy against virtual time" in f)
-    told = Reader("<figure>" + figure.partition("</figure>")[0] + "</figure>")
-    cells = [text.strip() for text in told.texts if text.strip()]
+    reader = Reader("<figure>" + figure.partition("</figure>")[0] + "</figure>")
+    cells = [text.strip() for text in reader.texts if text.strip()]
     last = f"{result(seed=1).accuracy:.4f}"
     assert "sasgd" in cells and last in cells, "the mean accuracy at the end"
 
@@ -152,17 +152,17 @@ def test_runs_without_accuracy_show_their_loss_and_without_either_say_so():
     runs = [run("a", metrics=silent, accuracy=None)]
     assert measure_of(material(*runs)) == "loss"
     assert "Loss against virtual time" in " ".join(page_of(*runs, target=None).texts)
-    told = " ".join(page_of(run("a", metrics=[], accuracy=None), target=None).texts)
-    assert "neither accuracy nor loss" in told
+    text = " ".join(page_of(run("a", metrics=[], accuracy=None), target=None).texts)
+    assert "neither accuracy nor loss" in text
 
 
 def test_what_is_not_known_is_left_out():
     """A run under a launcher knows neither the bytes of others nor its ages."""
     bare = [{"t": 2.0, "rank": 0, "accuracy": 0.5}]
     one = run("a", metrics=bare, epoch_samples=None, staleness_counts=[], consensus_distance=None)
-    told = " ".join(page_of(one).texts)
-    assert "Accuracy against virtual time" in told
-    assert "Accuracy against bytes" not in told and "Accuracy against samples" not in told
+    text = " ".join(page_of(one).texts)
+    assert "Accuracy against virtual time" in text
+    assert "Accuracy against bytes" not in text and "Accuracy against samples" not in text
 
 
 def test_a_large_comparison_stays_below_2_mb():
@@ -204,17 +204,17 @@ def test_without_jinja2_the_extra_is_named(monkeypatch):
 
 
 def test_a_curve_is_the_mean_over_seeds_at_each_evaluation():
-    told = material(run("a", seed=0, evaluations=3), run("a", seed=10, evaluations=3))
-    chart = curves(told, told.settings[0], TIME, {"a": style(0)}, 100)
+    shown = material(run("a", seed=0, evaluations=3), run("a", seed=10, evaluations=3))
+    chart = curves(shown, shown.settings[0], TIME, {"a": style(0)}, 100)
     ends = [result(seed=s, evaluations=3).accuracy for s in (0, 10)]
     assert chart.rows[-1] == ("a", "3.0000", f"{sum(ends) / 2:.4f}")
     assert 'opacity="0.16"' in chart.svg, "the range of the seeds"
 
 
 def test_curves_are_drawn_against_what_they_say():
-    told = material(run("a", evaluations=4))
+    shown = material(run("a", evaluations=4))
     drawn = {
-        across.title: curves(told, told.settings[0], across, {"a": style(0)}, 100).rows[-1][1]
+        across.title: curves(shown, shown.settings[0], across, {"a": style(0)}, 100).rows[-1][1]
         for across in (TIME, EPOCHS, BYTES_SENT)
     }
     assert drawn == {"time": "4.0000", "epochs": "4.0000", "bytes sent": "20.0000"}
@@ -223,16 +223,16 @@ def test_curves_are_drawn_against_what_they_say():
 def test_what_lies_far_below_the_target_is_not_drawn_but_told():
     dip = [0.05, 0.7, 0.1, 0.8]
     metrics = [{"t": 2.0 + i, "rank": 0, "accuracy": y} for i, y in enumerate(dip)]
-    told = material(run("a", metrics=metrics), target=0.75)
-    chart = curves(told, told.settings[0], TIME, {"a": style(0)}, 100)
+    shown = material(run("a", metrics=metrics), target=0.75)
+    chart = curves(shown, shown.settings[0], TIME, {"a": style(0)}, 100)
     assert [row[2] for row in chart.rows] == [f"{y:.4f}" for y in dip]
     assert chart.svg.count("<circle") == 2 and chart.svg.count("<title>a<") == 2, "two pieces"
     assert ">0.05<" not in chart.svg and ">0.5<" in chart.svg
 
 
 def test_a_method_that_learns_nothing_is_drawn_all_the_same():
-    told = material(run("a"), run("b", top=0.1), target=0.75)
-    chart = curves(told, told.settings[0], TIME, {"a": style(0), "b": style(1)}, 100)
+    shown = material(run("a"), run("b", top=0.1), target=0.75)
+    chart = curves(shown, shown.settings[0], TIME, {"a": style(0), "b": style(1)}, 100)
     assert "<title>b<" in chart.svg
 
 
@@ -291,5 +291,5 @@ def test_numbers_keep_their_units():
 
 
 def test_what_a_report_needs_survives_json():
-    told = result()
-    assert type(told)(**json.loads(json.dumps(vars(told)))) == told
+    outcome = result()
+    assert type(outcome)(**json.loads(json.dumps(vars(outcome)))) == outcome

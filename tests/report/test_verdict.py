@@ -13,11 +13,11 @@ LAB = Setting("lab", 4)
 SEEDS = range(3)
 
 
-def told(*runs, setting=LAB, **more):
+def verdict_on(*runs, setting=LAB, **more):
     return verdict(material(*runs, **more), setting)
 
 
-def paces(method, *each, **more):
+def runs_of(method, *each, **more):
     return [
         run(method, seed=seed, evaluation_s=evaluation_s, **more)
         for seed, evaluation_s in enumerate(each)
@@ -25,7 +25,7 @@ def paces(method, *each, **more):
 
 
 def test_the_soonest_is_named_with_its_margin():
-    found = told(
+    found = verdict_on(
         run("slow", evaluation_s=3.0),
         run("quick", evaluation_s=1.0),
         run("middle", evaluation_s=2.0),
@@ -37,7 +37,7 @@ def test_the_soonest_is_named_with_its_margin():
 
 
 def test_allreduce_is_what_others_are_compared_with():
-    found = told(
+    found = verdict_on(
         run("quick"),
         run("b", evaluation_s=2.0),
         run("allreduce", evaluation_s=3.0),
@@ -48,63 +48,63 @@ def test_allreduce_is_what_others_are_compared_with():
 
 
 def test_one_seed_is_never_sure():
-    found = told(run("quick"), run("slow", evaluation_s=100.0))
+    found = verdict_on(run("quick"), run("slow", evaluation_s=100.0))
     assert found.sure == "not sure" and "--seeds" in found.why
 
 
 def test_two_seeds_are_too_few():
-    found = told(*paces("quick", 1.0, 1.0), *paces("slow", 3.0, 3.1))
+    found = verdict_on(*runs_of("quick", 1.0, 1.0), *runs_of("slow", 3.0, 3.1))
     assert found.sure == "not sure" and "3 seeds" in found.why
 
 
 def test_a_clear_margin_over_three_seeds_is_sure():
-    found = told(*paces("quick", 1.0, 1.1, 0.9), *paces("slow", 3.0, 3.2, 3.1))
+    found = verdict_on(*runs_of("quick", 1.0, 1.1, 0.9), *runs_of("slow", 3.0, 3.2, 3.1))
     assert found.sure == "sure"
     assert "over 3 seeds" in found.why.lower() and "90 %" in found.why
 
 
 def test_a_margin_that_changes_sides_is_not_sure():
-    found = told(*paces("quick", 1.0, 4.0, 1.0), *paces("slow", 3.0, 1.0, 3.1))
+    found = verdict_on(*runs_of("quick", 1.0, 4.0, 1.0), *runs_of("slow", 3.0, 1.0, 3.1))
     assert found.sure == "not sure" and "too close" in found.why
 
 
 def test_less_than_the_time_between_two_evaluations_is_not_sure():
-    found = told(*paces("quick", 1.0, 1.0, 1.0), *paces("slow", 1.1, 1.1, 1.1))
+    found = verdict_on(*runs_of("quick", 1.0, 1.0, 1.0), *runs_of("slow", 1.1, 1.1, 1.1))
     assert found.sure == "not sure" and "measured about every 1.0 s" in found.why
 
 
 def test_who_does_not_get_there_is_named_and_never_first():
-    found = told(run("quick", top=0.5, evaluation_s=0.1), run("slow", evaluation_s=5.0))
+    found = verdict_on(run("quick", top=0.5, evaluation_s=0.1), run("slow", evaluation_s=5.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7." in found.sentences
 
 
 def test_who_gets_there_with_some_seeds_only_is_not_first():
     mixed = [run("quick", seed=0, evaluation_s=0.1), run("quick", seed=1, top=0.5)]
-    found = told(*mixed, *paces("slow", 3.0, 3.0))
+    found = verdict_on(*mixed, *runs_of("slow", 3.0, 3.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7 in 1 of 2 runs." in found.sentences
 
 
 def test_a_run_that_broke_off_is_told():
-    found = told(run("quick", error="lost rank 2 in all_reduce\n\nTraceback"), run("slow"))
+    found = verdict_on(run("quick", error="lost rank 2 in all_reduce\n\nTraceback"), run("slow"))
     assert found.first == "slow"
     assert "quick failed: lost rank 2 in all_reduce." in found.sentences
 
 
 def test_who_ran_alone_was_not_first():
-    found = told(run("only", evaluation_s=2.0))
+    found = verdict_on(run("only", evaluation_s=2.0))
     assert found.first is None and found.sure is None
     assert found.sentences[0] == "only reached accuracy 0.7 after 8.0 s of virtual time."
 
 
 def test_nobody_there_nobody_first():
-    found = told(run("a", top=0.3), run("b", top=0.4))
+    found = verdict_on(run("a", top=0.3), run("b", top=0.4))
     assert found.first is None and "No method reached" in found.sentences[0]
 
 
 def test_without_a_target_there_is_no_race():
-    found = told(run("a", top=0.5), run("b", top=0.8), target=None)
+    found = verdict_on(run("a", top=0.5), run("b", top=0.8), target=None)
     assert found.first is None
     assert any("b ended with the highest accuracy" in s for s in found.sentences)
 
@@ -136,10 +136,10 @@ TIMES = st.lists(st.floats(0.1, 100.0), min_size=3, max_size=6)
 
 @given(TIMES, st.floats(0.2, 5.0))
 def test_the_verdict_does_not_depend_on_the_unit_of_time(times, factor):
-    first = [*paces("a", *times), *paces("b", *reversed(times))]
+    first = [*runs_of("a", *times), *runs_of("b", *reversed(times))]
     other = [
-        *paces("a", *(t * factor for t in times)),
-        *paces("b", *(t * factor for t in reversed(times))),
+        *runs_of("a", *(t * factor for t in times)),
+        *runs_of("b", *(t * factor for t in reversed(times))),
     ]
     one, two = standings(material(*first), LAB), standings(material(*other), LAB)
     assert [s.spread.mean * factor for s in one] == pytest.approx([s.spread.mean for s in two])
@@ -147,7 +147,7 @@ def test_the_verdict_does_not_depend_on_the_unit_of_time(times, factor):
 
 @given(TIMES)
 def test_a_method_is_never_surely_sooner_than_itself(times):
-    found = told(*paces("a", *times), *paces("b", *times))
+    found = verdict_on(*runs_of("a", *times), *runs_of("b", *times))
     assert found.sure == "not sure"
 
 
@@ -168,5 +168,5 @@ def test_an_interval_is_students():
 
 def test_seeds_are_compared_with_themselves():
     """The second method is twice as slow with every seed, whatever the seed does."""
-    found = told(*paces("a", 1.0, 5.0, 20.0), *paces("b", 2.0, 10.0, 40.0))
+    found = verdict_on(*runs_of("a", 1.0, 5.0, 20.0), *runs_of("b", 2.0, 10.0, 40.0))
     assert "2.00 to 2.00 times faster" in found.why

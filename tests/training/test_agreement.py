@@ -95,14 +95,14 @@ def test_the_same_model_costs_no_bytes_and_no_time():
 
 @on_distributed
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"seed": 8}, "seed 7 on rank 0, seed 8 on rank 1"),
         ({"version": "9.9"}, "paceline 1.0 on rank 0, paceline 9.9 on rank 1"),
     ],
 )
-def test_another_seed_or_version_under_a_launcher_is_refused(other, told):
+def test_another_seed_or_version_under_a_launcher_is_refused(other, message):
     argument = {"port": runs.free_port(), "seed": 7, "version": "1.0"}
     with pytest.raises(UsageError) as refused:
         run_ranks(refer_to(runs.differ_by_environment), [argument, {**argument, **other}])
-    assert told in str(refused.value)
+    assert message in str(refused.value)

@@ -187,7 +187,7 @@ def test_bytes_of_buffers_are_not_counted_and_take_no_virtual_time():
 def test_in_mid_run_the_answer_has_what_others_have_shown(spec):
     """No other worker has to act; afterwards this one has its own statistics again."""
     shown: dict[int, tuple[int, dict[str, Tensor]]] = {}
-    told = {}
+    facts = {}
 
     def train(worker):
         net, sgd, batches = batchnorm.begin(worker, data="static")
@@ -199,21 +199,21 @@ def test_in_mid_run_the_answer_has_what_others_have_shown(spec):
         worker._session.measuring().barrier()
         if worker.rank == 2:
             with worker.answer(net):
-                told["inside"] = statistics(net)
+                facts["inside"] = statistics(net)
                 net(images(3)[:8])  # in training mode, which would leave its mark
-            told["after"] = statistics(net)
+            facts["after"] = statistics(net)
         worker._session.measuring().barrier()
 
     pl.simulate(train, workers=3, strategy=spec, cluster="mixed-lab")
-    assert_close(told["inside"], together([shown[rank] for rank in range(3)]))
+    assert_close(facts["inside"], together([shown[rank] for rank in range(3)]))
     for name, value in shown[2][1].items():
-        assert torch.equal(told["after"][name], value)
+        assert torch.equal(facts["after"][name], value)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_recalibrated_statistics_are_those_of_the_batches(workers):
     """As means over the batches, in the answer only, and without a trace elsewhere."""
-    told: list[Any] = []
+    facts: list[Any] = []
 
     def train(worker):
         torch.manual_seed(0)
@@ -237,11 +237,11 @@ def test_recalibrated_statistics_are_those_of_the_batches(workers):
                 assert net.training and net[0].momentum == 0.1 and not net[1].training
                 assert all(torch.equal(own[k], v) for k, v in statistics(net).items())
                 assert torch.equal(generator, torch.get_rng_state())
-                told.append((inside, whole, fixed[:2]))
+                facts.append((inside, whole, fixed[:2]))
         worker.log(taken=taken)
 
     result = pl.simulate(train, workers=workers, strategy="gossip")
-    for inside, whole, parts in told:
+    for inside, whole, parts in facts:
         assert int(inside["count"]) == 2 and int(whole["count"]) == len(images(0)) // 8
         mean = torch.stack([part.mean(0) for part in parts]).mean(0)
         variance = torch.stack([part.var(0) for part in parts]).mean(0)

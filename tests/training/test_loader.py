@@ -217,10 +217,10 @@ def test_another_sampler_that_shares_the_data_out_is_refused():
         pass
 
     sampler = Buckets(numbers(20), num_replicas=2, rank=0)
-    told = r"Buckets \(num_replicas 2\) must not divide the data.* remove it"
-    with pytest.raises(pl.UsageError, match=told):
+    message = r"Buckets \(num_replicas 2\) must not divide the data.* remove it"
+    with pytest.raises(pl.UsageError, match=message):
         take(DataLoader(numbers(20), batch_size=2, sampler=sampler), 2)
-    with pytest.raises(pl.UsageError, match=told):
+    with pytest.raises(pl.UsageError, match=message):
         take(DataLoader(numbers(20), batch_sampler=_Own([[0]], sampler)), 2)
 
 
@@ -339,7 +339,7 @@ def test_len_and_attributes_of_a_loader():
 
 
 def test_progress_goes_from_0_to_1():
-    told = []
+    facts = []
 
     def train(worker):
         net = nn.Linear(1, 1)
@@ -352,10 +352,10 @@ def test_progress_goes_from_0_to_1():
                 net(x).sum().backward()
                 sgd.step()
                 if worker.rank == 0:
-                    told.append(worker.progress)
+                    facts.append(worker.progress)
 
     pl.simulate(train, workers=2, cluster="ideal")
-    assert told == pytest.approx([n / 8 for n in range(1, 9)])
+    assert facts == pytest.approx([n / 8 for n in range(1, 9)])
 
 
 def test_an_interval_longer_than_the_run_warns():

@@ -186,8 +186,8 @@ def test_a_step_of_the_optimizer_that_setup_was_given_is_refused_at_once(strateg
         scaler.scale(net(torch.ones(1, 2)).sum()).backward()
         scaler.step(inner)
 
-    told = r"use the one that it returned: model, optimizer = worker.setup\(model, optimizer\)"
-    with pytest.raises(pl.UsageError, match=told):
+    message = r"use the one that it returned: model, optimizer = worker.setup\(model, optimizer\)"
+    with pytest.raises(pl.UsageError, match=message):
         on_two_workers(body, strategy, workers)
 
 

@@ -336,8 +336,8 @@ def train_with_another_optimizer(worker):
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_with_batches_and_no_step_fails_with_the_reason(strategy, workers):
-    told = "no worker made a step: call step.. of the optimizer that worker.setup returned"
-    with pytest.raises(pl.PacelineError, match=told) as raised:
+    message = "no worker made a step: call step.. of the optimizer that worker.setup returned"
+    with pytest.raises(pl.PacelineError, match=message) as raised:
         simulate(train_with_another_optimizer, workers, strategy=strategy)
     assert raised.value.exit_code == 1
 

@@ -91,9 +91,9 @@ def slices_of(events):
 
 @pytest.mark.parametrize("names", [["sync"], ["served"], ["gossip"], ["sync", "gossip"]])
 def test_the_file_keeps_to_the_trace_event_format(names, outcome):
-    told = outcome(*names)
-    events = events_of(told["path"])
-    assert told["events"] == len(events)
+    output = outcome(*names)
+    events = events_of(output["path"])
+    assert output["events"] == len(events)
     tracks = slices_of(events)
     for slices in tracks.values():
         for (_, end, _), (begin, _, _) in pairwise(slices):
@@ -165,19 +165,19 @@ def test_what_was_logged_is_a_counter(outcome, runs):
 
 
 def test_the_seconds_told_are_those_of_the_slices(outcome):
-    told = outcome("served")
+    output = outcome("served")
     slices = defaultdict(float)
-    events = events_of(told["path"])
+    events = events_of(output["path"])
     named = [event for event in events if event["name"] == "process_name"]
     (server,) = [e["pid"] for e in named if e["args"]["name"] == "rank 3 (serves)"]
     for event in events:
         if event["ph"] == "X" and event["pid"] == server:
             slices[event["cat"]] += event["dur"] / 1e6
-    (row,) = [row for row in told["rows"] if row["rank"] == 3]
+    (row,) = [row for row in output["rows"] if row["rank"] == 3]
     assert row["worker"] is False and set(row["seconds"]) == set(KINDS)
     for kind in KINDS:
         assert row["seconds"][kind] == pytest.approx(slices[kind], abs=1e-6)
-    assert [row["worker"] for row in told["rows"]] == [True, True, True, False]
+    assert [row["worker"] for row in output["rows"]] == [True, True, True, False]
 
 
 def test_a_part_of_the_time_can_be_shown_and_packed(outcome):
@@ -274,7 +274,7 @@ def test_a_picture_has_a_bar_for_each_rank_and_no_moment_is_missing(outcome):
 
 
 def test_two_runs_are_drawn_on_one_scale(outcome, runs):
-    told = outcome("sync", "served", more=["--svg", "picture.svg"])
+    output = outcome("sync", "served", more=["--svg", "picture.svg"])
     _, texts, bars = drawn("picture.svg")
     assert sum(text.startswith("simulated (") for text in texts) == 2
     wide = defaultdict(float)
@@ -284,7 +284,7 @@ def test_two_runs_are_drawn_on_one_scale(outcome, runs):
     assert max(wide.values()) == pytest.approx(WIDTH - RIGHT, abs=0.2)
     ends = [wide[top] for top in sorted(wide)]
     assert min(ends[:3]) == max(ends[:3]) != max(ends[3:])
-    assert told["svg"] == "picture.svg"
+    assert output["svg"] == "picture.svg"
 
 
 def test_a_picture_of_many_ranks_says_what_it_leaves_out_and_escapes_names(outcome, tmp_path):

@@ -160,8 +160,8 @@ def test_loading_is_io_and_evaluation_is_computing(tmp_path):
     )
     pl.simulate(evaluate, workers=1, cluster=cluster, out=tmp_path)
     traced = TracedRun(tmp_path)
-    told = [(span.kind, span.end_s - span.start_s) for span in spans_of(traced)[0]]
-    kinds, took_s = zip(*[one for one in told if one[1]], strict=True)
+    facts = [(span.kind, span.end_s - span.start_s) for span in spans_of(traced)[0]]
+    kinds, took_s = zip(*[one for one in facts if one[1]], strict=True)
     assert kinds[-4:] == (IO, COMPUTE, IO, COMPUTE)
     assert took_s[-4:] == pytest.approx((0.9, 0.4, 0.9, 0.4))
 
