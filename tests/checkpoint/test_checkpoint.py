@@ -1,4 +1,4 @@
-"""States on disk: they come back as they were, whole or not at all, and hold numbers only."""
+"""States on disk: loaded as they were saved, complete or not at all, and free of code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tensors_come_back_in_their_dtype_and_shape(tmp_path, dtype, shape):
     assert_same(round_trip(tmp_path, {"x": tensor}), {"x": tensor})
 
 
-def test_values_that_are_no_number_come_back_bit_for_bit(tmp_path):
+def test_nans_come_back_bit_for_bit(tmp_path):
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     back = round_trip(tmp_path, {"x": odd})["x"]
     assert torch.equal(back.view(torch.int32), odd.view(torch.int32))
@@ -113,14 +113,14 @@ def test_an_optimizers_state_keeps_its_int_keys_and_tuples(tmp_path, make):
     assert_same(fresh.state_dict(), state)
 
 
-def test_loaded_tensors_are_nobody_elses(tmp_path):
+def test_loaded_tensors_share_no_memory(tmp_path):
     x = torch.ones(2)
     save_state(tmp_path, "rank0", {"x": x})
     load_state(tmp_path, "rank0")["x"].fill_(7)
     assert x.tolist() == load_state(tmp_path, "rank0")["x"].tolist() == [1.0, 1.0]
 
 
-def test_a_view_is_written_as_what_it_holds_and_no_more(tmp_path):
+def test_only_the_visible_part_of_a_view_is_written(tmp_path):
     whole = torch.arange(100_000.0)
     save_tensors({"part": whole[10:13], "turned": whole[:6].view(2, 3).T}, tmp_path / "x")
     assert (tmp_path / "x").stat().st_size < 1000
@@ -240,7 +240,7 @@ def test_a_new_state_replaces_all_of_the_old_one(tmp_path):
     assert_same(round_trip(tmp_path, {"y": torch.ones(1)}), {"y": torch.ones(1)})
 
 
-def test_a_folder_is_made_where_there_is_none(tmp_path):
+def test_a_missing_folder_is_made(tmp_path):
     assert round_trip(tmp_path / "a" / "b", {"step": 1}) == {"step": 1}
 
 

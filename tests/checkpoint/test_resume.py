@@ -1,4 +1,4 @@
-"""A run that was broken off and taken up again comes to what it would have come to: in all bits."""
+"""An interrupted and resumed run ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -32,12 +32,20 @@ FORMS = [
     "sasgd(interval=3)",
     "hierarchical(group_size=2, group_interval=1, interval=2)",
 ]
-TOLD = ("virtual_seconds", "steps", "samples", "bytes_sent", "wire_bytes", "wait_share", "metrics")
-TOLD += ("staleness_mean", "staleness_max", "staleness_counts", "consensus_distance", "lr")
+SAME = (
+    "virtual_seconds",
+    "steps",
+    "samples",
+    "bytes_sent",
+    "wire_bytes",
+    "wait_share",
+    "metrics",
+)
+SAME += ("staleness_mean", "staleness_max", "staleness_counts", "consensus_distance", "lr")
 
 
 def compare(body, tmp_path, at, **how):
-    """Break off and take up; the run that did so is the one that did not."""
+    """Interrupt and resume a run, and compare it with one that was not interrupted."""
     how = {"workers": 3, "cluster": "mixed-lab", "seed": 4, "checkpoint_steps": 4, **how}
     train = Interruptible(*body)
     whole = train.run(tmp_path / "whole", **how)
@@ -47,12 +55,12 @@ def compare(body, tmp_path, at, **how):
     again = train.run(tmp_path / "broken", **how, resume=True)
     assert again.resumed_at is not None and again.resumed_at >= at[-1] - 8
     assert same_models(ends, train.ends)
-    assert {k: getattr(again, k) for k in TOLD} == {k: getattr(whole, k) for k in TOLD}
+    assert {k: getattr(again, k) for k in SAME} == {k: getattr(whole, k) for k in SAME}
     return again
 
 
 @pytest.mark.parametrize("strategy", FORMS)
-def test_every_method_goes_on_bit_for_bit(strategy, tmp_path):
+def test_every_method_resumes_bit_for_bit(strategy, tmp_path):
     compare((), tmp_path, [10, 17], strategy=strategy)
 
 
@@ -100,7 +108,7 @@ def train_without_a_loader(worker):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip", "layered"])
-def test_a_loop_without_a_loader_makes_its_steps_again_for_nothing(strategy, tmp_path):
+def test_a_loop_without_a_loader_repeats_its_steps_without_effect(strategy, tmp_path):
     train = train_without_a_loader
     how = {"workers": 2, "strategy": strategy, "checkpoint_steps": 5}
     train.at, train.ends = None, {}
@@ -188,8 +196,8 @@ def train_with_a_sampler(worker):
             sgd.step()
 
 
-def train_with_looks(worker):
-    """At its own data and at others, before each epoch."""
+def train_with_previews(worker):
+    """Preview its own loader and another one before each epoch."""
     net = network()
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
     loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, shuffle=True))
@@ -213,14 +221,14 @@ LOOPS = [train_with_accumulation, train_with_two_loaders, train_on_a_stream, tra
 
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
 @pytest.mark.parametrize("body", LOOPS)
-def test_every_kind_of_loop_goes_on_bit_for_bit(body, strategy, tmp_path):
+def test_every_kind_of_loop_resumes_bit_for_bit(body, strategy, tmp_path):
     compare((body,), tmp_path, [9], strategy=strategy, workers=2, checkpoint_steps=2)
 
 
 @pytest.mark.parametrize("at", [5, 12, 25])
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
-def test_with_looks_at_the_data_every_batch_is_taken_once_all_the_same(strategy, at, tmp_path):
-    train = Interruptible(train_with_looks)
+def test_with_previews_every_batch_is_still_taken_once(strategy, at, tmp_path):
+    train = Interruptible(train_with_previews)
     how = {"workers": 2, "strategy": strategy, "checkpoint_steps": 2}
     whole = train.run(tmp_path / "whole", **how)
     assert train.run(tmp_path / "broken", at, **how) is None
@@ -244,7 +252,7 @@ def train_and_log_behind_the_loop(worker):
 
 @pytest.mark.parametrize("strategy", ["allreduce", "cyclic", "gossip"])
 def test_a_checkpoint_at_the_end_of_an_epoch_has_what_the_loop_left_behind(strategy, tmp_path):
-    """Each worker has two batches an epoch; after the second one nothing is left of it."""
+    """Each worker has two batches an epoch; after the second none is left."""
     train = Interruptible(train_and_log_behind_the_loop)
     how = {"workers": 2, "strategy": strategy, "checkpoint_steps": 2, "cluster": "ethernet-1g"}
     whole, ends = train.run(tmp_path, **how), train.ends
@@ -253,12 +261,12 @@ def test_a_checkpoint_at_the_end_of_an_epoch_has_what_the_loop_left_behind(strat
     assert again.samples == whole.samples == 120 and same_models(ends, train.ends)
 
 
-def test_batches_that_a_loading_process_has_drawn_ahead_are_not_lost(tmp_path):
+def test_prefetched_batches_are_not_lost(tmp_path):
     body = (train_with_a_loading_process,)
     compare(body, tmp_path, [9], strategy="gossip", workers=2, checkpoint_steps=3)
 
 
-def test_one_worker_alone_goes_on(tmp_path):
+def test_one_worker_alone_resumes(tmp_path):
     compare((), tmp_path, [9], strategy="gossip", workers=1)
 
 
@@ -282,7 +290,7 @@ def test_what_is_logged_while_catching_up_is_not_recorded_again(tmp_path):
     assert json.loads((tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()[0])
 
 
-def test_workers_of_unequal_data_make_no_checkpoint_once_one_has_come_to_its_end(tmp_path):
+def test_workers_with_unequal_data_make_no_checkpoint_after_one_has_finished(tmp_path):
     def train(worker):
         net = network()
         net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
@@ -308,7 +316,7 @@ def broken(tmp_path, **how):
     return train, how
 
 
-def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     train, how = broken(tmp_path)
     path = tmp_path / "checkpoints" / "step-000000016" / "rank1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -366,15 +374,15 @@ def test_a_resume_that_can_use_no_checkpoint_is_refused_and_removes_nothing(spoi
     assert tree(tmp_path) == before
 
 
-def test_a_flipped_bit_of_the_pointer_costs_no_checkpoint(tmp_path):
-    """Here it names step 0, before all that there is."""
+def test_a_flipped_bit_in_latest_costs_no_checkpoint(tmp_path):
+    """Here ``latest`` names step 0, before all checkpoints."""
     train, how = broken(tmp_path)
     (tmp_path / "checkpoints" / "latest").write_text("step-000000000\n")
     with pytest.warns(UserWarning, match="latest names 'step-000000000', which does not exist"):
         assert train.run(tmp_path, **how, resume=True).resumed_at == 16
 
 
-def test_what_never_came_to_be_a_checkpoint_is_not_in_the_way(tmp_path):
+def test_an_incomplete_checkpoint_does_not_block_a_run(tmp_path):
     half = tmp_path / "checkpoints" / "step-000000004"
     half.mkdir(parents=True)
     (half / "rank0.safetensors").write_text("half")
@@ -383,9 +391,7 @@ def test_what_never_came_to_be_a_checkpoint_is_not_in_the_way(tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_command_refuses_to_resume_from_nothing_and_takes_the_pointer_for_a_hint(
-    paceline, tmp_path
-):
+def test_the_command_refuses_to_resume_from_nothing_and_treats_latest_as_a_hint(paceline, tmp_path):
     how = ["sim", "-w", 2, "--model", "mlp", "--steps", 10, "--checkpoint-steps", 4, "--json"]
     paceline(*how, "--out", "whole")
     for spoil in SPOILS:
@@ -449,7 +455,7 @@ def test_bad_options_are_refused(how, message, tmp_path):
         pl.simulate(Interruptible(), **{"out": tmp_path, **how})
 
 
-def test_a_method_whose_servers_do_not_come_is_refused(tmp_path):
+def test_a_method_whose_servers_cannot_be_called_is_refused(tmp_path):
     class Deaf(pl.Strategy):
         def roles(self, workers):
             return ("worker",) * workers + ("server",)
@@ -461,7 +467,7 @@ def test_a_method_whose_servers_do_not_come_is_refused(tmp_path):
         pl.simulate(Interruptible(), strategy=Deaf(), out=tmp_path, checkpoint_steps=1)
 
 
-def test_a_disk_that_is_full_ends_no_run_but_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_ends_no_run_but_is_reported(tmp_path, monkeypatch):
     def fail(self, step, rank, time_s, content):
         saved = write(self, step, rank, time_s, content)
         late = step >= 12 and rank == 1
@@ -490,7 +496,7 @@ def test_a_disk_without_room_for_two_is_refused_before_the_first_step(tmp_path, 
 
 @pytest.mark.parametrize("at", [3, 10, 13])
 @pytest.mark.parametrize("data", ["shard", "static"])
-def test_a_worker_that_saves_in_the_middle_of_an_epoch_goes_on_there(tmp_path, data, at):
+def test_a_worker_that_saves_in_the_middle_of_an_epoch_resumes_there(tmp_path, data, at):
     ends = {}
 
     def train(worker, load=False, save=False):
@@ -628,7 +634,7 @@ def test_a_run_that_has_lost_a_worker_goes_on_saving_and_the_worker_joins_when_i
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "cyclic"])
-def test_a_worker_that_is_started_again_is_saved_with_the_others(strategy, tmp_path):
+def test_a_restarted_worker_is_saved_with_the_others(strategy, tmp_path):
     how = {"workers": 3, "strategy": strategy, "checkpoint_steps": 2, "max_restarts": 1}
     how |= {"cluster": pl.Cluster(compute=Compute(step_s=0.3)), "out": tmp_path}
     run = pl.simulate(train, faults=[pl.kill(rank=0).at(step=2)], **how)

@@ -1,4 +1,4 @@
-"""Real runs that are killed, or told to end, and then resumed."""
+"""Real runs that are killed, or ended by a signal, and then resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @contextmanager
 def launched(strategy: str, out: Path, resume: bool = False, **environment: str):
-    """A launcher in a process of its own, once it has made a checkpoint or ended."""
+    """A launcher in its own process, after it has made a checkpoint or ended."""
     program = f"from support.resuming import launch; launch({strategy!r}, {str(out)!r}, {resume})"
     tests = str(Path(support.__file__).parent.parent)
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
@@ -99,7 +99,7 @@ def test_an_asynchronous_run_that_is_killed_takes_every_batch_once(strategy, tmp
     ("number", "strategy"),
     [(signal.SIGTERM, "sasgd(interval=4)"), (signal.SIGUSR1, "downpour"), (signal.SIGINT, "ssp")],
 )
-def test_a_run_that_is_told_to_end_makes_a_checkpoint_first(number, strategy, tmp_path):
+def test_a_signal_ends_a_run_after_a_final_checkpoint(number, strategy, tmp_path):
     with launched(strategy, tmp_path) as process:
         before = latest(tmp_path)
         process.send_signal(number)
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_a_run_that_makes_no_checkpoint(tmp_path):
 
 
 @on_shared_memory
-def test_a_launcher_that_is_killed_before_its_pointer_is_moved_is_resumed(tmp_path):
+def test_a_launcher_that_is_killed_before_it_updates_latest_is_resumed(tmp_path):
     with launched("allreduce", tmp_path, PACELINE_FAILPOINT="latest.rename") as process:
         assert process.wait() == -signal.SIGKILL
     assert latest(tmp_path) == ""
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path):
     last = 27  # of 4 epochs of 7 batches, a checkpoint after every third
     in_the_way = tmp_path / "checkpoints" / f"step-{last:09d}"
     in_the_way.parent.mkdir()
-    in_the_way.write_text("a file, where a folder is to be")
+    in_the_way.write_text("a file in place of a folder")
     with pytest.warns(UserWarning, match=rf"step {last} could not be saved .*: File exists"):
         run = launch("allreduce", str(tmp_path), False)
     assert run.checkpoint == last - 3 and run.checkpoint_error == "File exists"
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_command_line_resumes_and_tells_when_it_could_not_save(paceline, tmp_path):
+def test_the_command_line_resumes_and_reports_a_failed_save(paceline, tmp_path):
     how = ["--model", "mlp", "--steps", 10, "--json", "--checkpoint-steps", 4, "--out", "here"]
     paceline("run", *how)
     assert "here) holds checkpoints" in paceline("run", *how, code=2).err
@@ -182,7 +182,7 @@ def test_checkpoints_need_shared_memory(tmp_path):
 
 @on_shared_memory
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
-def test_a_run_that_has_lost_a_worker_goes_on_saving(strategy, tmp_path, monkeypatch):
+def test_a_run_that_lost_a_worker_continues_to_make_checkpoints(strategy, tmp_path, monkeypatch):
     how = {"strategy": strategy, "out": tmp_path, **HOW}
     first = pl.launch(train_until_all_are_here, faults=[pl.kill(rank=0).at(step=5)], **how)
     saved = Store(tmp_path / "checkpoints").newest()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whatever happens while they are written, or later."""
+"""Checkpoints on disk: intact or absent, whatever happens during or after writing."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_the_last_ones_are_kept(tmp_path, keep):
     assert kept == [f"step-{step:09d}" for step in range(6 - keep, 6)]
 
 
-def test_a_new_checkpoint_that_is_being_written_outlives_the_tidying_of_an_older_one(tmp_path):
+def test_committing_a_checkpoint_does_not_remove_a_newer_unfinished_one(tmp_path):
     store = Store(tmp_path)
     store.save_rank(7, 0, 0.7, pack_state({}))
     save(store, 6)
     assert store.folder(7).is_dir()
 
 
-def test_a_run_that_goes_on_removes_what_is_later(store):
+def test_a_resumed_run_removes_what_is_newer(store):
     store.save_rank(9, 0, 0.9, pack_state({}))
     (store.folder(1) / ".rank0.safetensors.7.part").write_text("half")
     store.prepare(store.newest())
@@ -167,7 +167,7 @@ def test_a_loss_of_power_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_
 
 @pytest.mark.parametrize("number", [28, 30, 122], ids=["full", "read-only", "quota"])
 @pytest.mark.parametrize("operation", ["write", "flush", "rename", "make_folder"])
-def test_a_disk_that_fails_leaves_the_checkpoint_before(store, monkeypatch, operation, number):
+def test_a_failing_disk_leaves_the_previous_checkpoint(store, monkeypatch, operation, number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
@@ -184,10 +184,10 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(store, monkeypatch, oper
 
 
 def flip(path: Path, seed: int = 0) -> None:
-    """Turn one bit."""
+    """Flip one bit."""
     content = bytearray(path.read_bytes())
-    place = random.Random(seed).randrange(8 * len(content))
-    content[place // 8] ^= 1 << place % 8
+    bit = random.Random(seed).randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
 
 
@@ -210,13 +210,13 @@ def link(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [flip, cut, lengthen, turn, link, os.unlink])
 @pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.safetensors", "metrics.json"])
-def test_a_file_that_is_another_is_found_out_and_the_one_before_is_taken(store, spoil, name):
+def test_a_changed_file_is_detected_and_the_previous_checkpoint_is_taken(store, spoil, name):
     spoil(store.folder(2) / name)
     with pytest.warns(UserWarning, match=rf"step-000000002 cannot be used: {name}.*an earlier one"):
         assert store.newest().step == 1
 
 
-def test_files_of_two_ranks_that_were_swapped_are_found_out(tmp_path):
+def test_swapped_files_of_two_ranks_are_detected(tmp_path):
     store = Store(tmp_path)
     saved = [store.save_rank(1, rank, 0.0, pack_state({"rank": rank})) for rank in range(2)]
     store.commit(saved, {}, {"metrics": [], "events": []})
@@ -230,14 +230,14 @@ def test_files_of_two_ranks_that_were_swapped_are_found_out(tmp_path):
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from(["rank0.safetensors", "metrics.json", MANIFEST]))
-def test_any_flipped_bit_is_found_out(tmp_path_factory, seed, name):
+def test_any_flipped_bit_is_detected(tmp_path_factory, seed, name):
     store = Store(tmp_path_factory.mktemp("store"))
     save(store, 1)
     whole = (store.folder(1) / MANIFEST).read_text()
     flip(store.folder(1) / name, seed)
     content = (store.folder(1) / name).read_bytes()
     if name == MANIFEST and is_same_json(content, seal(json.loads(whole))):
-        return  # a blank became another
+        return  # a space became another kind of space
     with pytest.raises(pl.UsageError, match="cannot be used"):
         open_checkpoint(store.folder(1))
 
@@ -296,28 +296,28 @@ def test_a_manifest_that_is_not_one_is_refused(store, spoil):
 @pytest.mark.parametrize(
     "text", ["", "../../etc", "step-000000009", "step-1", "\0", "\udcff", "step-000000002\n" * 9]
 )
-def test_a_pointer_that_leads_nowhere_is_not_followed_and_told(store, text):
+def test_a_wrong_latest_is_reported_and_ignored(store, text):
     (store.path / LATEST).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match=r"latest names .*; step-000000002 is the newest"):
         assert store.newest().step == 2
 
 
-def test_any_flipped_bit_of_the_pointer_leaves_the_newest_checkpoint(store):
-    """That it names an older one is no reason to take that."""
+def test_with_any_flipped_bit_in_latest_the_newest_checkpoint_is_taken(store):
+    """Even if ``latest`` then names an older one."""
     pointer = store.path / LATEST
-    whole = pointer.read_bytes()
-    for place in range(8 * len(whole)):
-        spoilt = bytearray(whole)
-        spoilt[place // 8] ^= 1 << place % 8
-        pointer.write_bytes(spoilt)
+    content = pointer.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        pointer.write_bytes(damaged)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert store.newest().step == 2
-        strayed = spoilt.decode(errors="replace").strip()
+        strayed = damaged.decode(errors="replace").strip()
         assert bool(caught) == (strayed not in ("step-000000002", "step-000000001"))
 
 
-def test_a_pointer_that_is_missing_is_told(store):
+def test_a_missing_latest_is_reported(store):
     (store.path / LATEST).unlink()
     with pytest.warns(UserWarning, match="latest is missing; step-000000002 is the newest"):
         assert store.newest().step == 2
@@ -332,7 +332,7 @@ def test_where_no_checkpoint_can_be_used_each_is_named_with_its_reason(store):
     assert caught.match(r"step-000000001 .*: metrics\.json has \d+ bytes, but was written with")
 
 
-def test_a_pointer_alone_tells_that_there_was_a_checkpoint(store):
+def test_latest_alone_shows_that_there_was_a_checkpoint(store):
     for step in (1, 2):
         shutil.rmtree(store.folder(step))
     assert store.has_any
@@ -340,7 +340,7 @@ def test_a_pointer_alone_tells_that_there_was_a_checkpoint(store):
         store.newest()
 
 
-def test_a_checkpoint_that_is_passed_over_is_kept_under_another_name(store):
+def test_a_skipped_checkpoint_is_kept_under_another_name(store):
     for kept in ("step-000000002.unusable", "step-000000002.unusable-2"):
         cut(store.folder(2) / "rank0.safetensors")
         with pytest.warns(UserWarning, match=r"keeping this one as \*\.unusable"):
@@ -360,7 +360,7 @@ def test_newer_means_more_steps_however_long_the_name_is(tmp_path):
 
 
 class Bomb:
-    """What a pickle would run."""
+    """A class that a pickle would call."""
 
     def __reduce__(self):
         return os.system, ("touch exploded",)
@@ -387,7 +387,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_refused_before_memory_is_taken(tmp_path, content):
+def test_a_hostile_file_is_refused_before_memory_is_allocated(tmp_path, content):
     (tmp_path / "rank0.safetensors").write_bytes(content)
     with pytest.raises(pl.UsageError, match=r"no saved state in .*rank0\.safetensors: "):
         load_state(tmp_path, "rank0")

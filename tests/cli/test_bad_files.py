@@ -1,4 +1,4 @@
-"""Files that are not what they should be are refused in a sentence: nothing hangs or crashes."""
+"""Bad files are refused with one message: nothing hangs or crashes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def made(tmp_path_factory):
     config = json.loads((folder / "run" / "config.json").read_text())
     method = pack_strategy(make_strategy("allreduce"))
     real = {**config, "world": "shared_memory", "threads": 1, "method": method}
-    (folder / "run" / "config.json").write_text(json.dumps(real))  # as if it had not been simulated
+    (folder / "run" / "config.json").write_text(json.dumps(real))  # as if real
     (folder / "comparison" / "trials").mkdir(parents=True)
     outcome = {"result": json.loads((folder / "run" / "result.json").read_text()), "error": None}
     trial = {"config": config, "made": config, "outcome": outcome}
@@ -129,7 +129,7 @@ def test_a_script_needs_no_py_at_its_end(paceline, tmp_path):
     assert (tmp_path / "here" / "metrics.jsonl").read_text().count('"done": 1') == 2
 
 
-def test_a_damaged_outcome_of_a_comparison_is_made_anew(paceline, tmp_path):
+def test_a_damaged_outcome_of_a_comparison_is_computed_again(paceline, tmp_path):
     how = ["-s", "allreduce", "-w", "1", "--steps", "1", "--model", "mlp"]
     line = ["compare", *how, "--out", "here", "--json"]
     rows = json.loads(paceline(*line).out.splitlines()[-1])["rows"]

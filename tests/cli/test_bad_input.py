@@ -152,7 +152,7 @@ def test_bad_input_is_refused_with_name_value_and_rule(outcomes, line):
         assert facts == {"error": err.removeprefix("paceline: ").strip(), "exit_code": 2}
 
 
-def test_windows_is_told_to_use_wsl():
+def test_windows_users_are_referred_to_wsl():
     code = "import sys; sys.platform = 'win32'; from paceline.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""The command, in its smallest form: what it writes, what it tells, what it refuses."""
+"""``paceline calibrate`` with the smallest settings: what it writes, shows and refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_calibration_is_a_cluster_that_simulations_read(folder):
 
 
 @pytest.mark.transport("distributed")
-def test_a_check_predicts_then_measures_and_tells_each_error(folder):
+def test_a_check_predicts_then_measures_and_reports_each_error(folder):
     choose = ["--strategy", "sasgd(interval=2),downpour", "--workers", "2", "--repeats", "2"]
     less = ["--rounds", "1", "--transport", "distributed"]  # over the file of the other test
     found = output_of(folder, "calibrate", "mine.py", "--check", *choose, *less)

@@ -1,4 +1,4 @@
-"""The commands, run as a user would."""
+"""The commands, run as users run them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def outcome(paceline):
 
 
 EPOCHS = {"easgd": 12}
-"""This one needs all of the recipe's epochs; the others are there after half of them."""
+"""This method needs all of the recipe's epochs; the others need half of them."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -114,7 +114,7 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
         (["--checkpoint-steps", "5"], "train can call worker.save there"),
     ],
 )
-def test_what_a_launcher_decides_is_refused_under_one(option, why, paceline, monkeypatch):
+def test_options_that_a_launcher_decides_are_refused(option, why, paceline, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -123,7 +123,7 @@ def test_what_a_launcher_decides_is_refused_under_one(option, why, paceline, mon
 
 
 @pytest.mark.parametrize("port", ["70000", "web"])
-def test_a_port_of_a_launcher_that_is_none_is_told_in_one_sentence(port, paceline, monkeypatch):
+def test_a_bad_port_of_a_launcher_is_reported_in_one_line(port, paceline, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     done = paceline("run", code=2)
@@ -131,7 +131,7 @@ def test_a_port_of_a_launcher_that_is_none_is_told_in_one_sentence(port, pacelin
 
 
 def test_torchrun_starts_a_run_too(tmp_path):
-    """With a server among its processes, which has no part in the result."""
+    """One of its processes is a server, which does not count in the result."""
     launcher = ["torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]
     done = subprocess.run(
         [
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
         assert process.stderr.read() == "paceline: interrupted\n"
 
 
-def test_compare_puts_runs_side_by_side(outcome):
+def test_compare_makes_a_row_for_each_run(outcome):
     line = ["compare", "-w", "2,4", "--steps", 4, "-c", "wan", "--target", 0.1]
     output = outcome(*line, "--model", "mlp")
     setups = [(row["strategy"], row["workers"], row["cluster"]) for row in output["rows"]]
@@ -296,7 +296,7 @@ def test_help_and_lists_load_no_torch():
     assert "interval (int, default 16)" in done.stdout
 
 
-def test_strategies_are_told_as_json(outcome):
+def test_strategies_are_listed_as_json(outcome):
     output = outcome("strategies")["strategies"]
     assert [s["name"] for s in output] == list(STRATEGIES)
     assert {"name", "paper", "options", "synchronous", "servers"} <= set(output[0])

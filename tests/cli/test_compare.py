@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def in_this_process(request, monkeypatch):
-    """Starting processes costs more than these trials; a test that is marked does."""
+    """Run trials in this process, which is faster; marked tests start processes."""
     if not request.node.get_closest_marker("transport"):
         monkeypatch.setattr("paceline.lab.trials.cores", lambda: 1)
 
@@ -61,7 +61,7 @@ def test_a_target_that_is_not_reached_is_null(outcome, tmp_path):
     assert {row["bytes_to_target"] for row in rows} == {None}
 
 
-def test_what_was_made_is_found_again(outcome, paceline, tmp_path, monkeypatch):
+def test_finished_runs_are_not_repeated(outcome, paceline, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(SCRIPT)
     first = compared(outcome, "--seeds", "0,1")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "c/trials").iterdir()}
@@ -73,7 +73,7 @@ def test_what_was_made_is_found_again(outcome, paceline, tmp_path, monkeypatch):
     assert again == first
 
 
-def test_another_script_is_not_found_again(outcome, paceline, tmp_path):
+def test_a_changed_script_is_run_again(outcome, paceline, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     compared(outcome)
     (tmp_path / "mine.py").write_text(SCRIPT.replace("range(4)", "range(4 - 1)"))
@@ -92,7 +92,7 @@ def test_the_screen_shows_progress_means_and_a_verdict(paceline, tmp_path, monke
     assert "Report: runs/" in lines[-1]
 
 
-def test_a_method_that_breaks_off_is_a_row_with_its_error(outcome, tmp_path):
+def test_a_method_that_fails_is_a_row_with_its_error(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "deadly.toml").write_text(
         '[compute]\nstep_s = 1.0\n[[faults]]\nkind = "kill"\nrank = 1\nat_s = 1.5\n'
@@ -114,7 +114,7 @@ def test_where_every_run_fails_so_does_the_comparison(outcome, paceline, tmp_pat
 
 
 @pytest.mark.transport("shared_memory")
-def test_real_runs_are_compared_and_found_again(outcome, paceline, tmp_path):
+def test_real_runs_are_compared_and_not_repeated(outcome, paceline, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     line = ["compare", "mine.py", "--real", "-s", "allreduce,sasgd", "-w", 2, "--target", 0.5]
     output = outcome(*line, "--out", "r")
@@ -126,7 +126,7 @@ def test_real_runs_are_compared_and_found_again(outcome, paceline, tmp_path):
     assert "2 runs, 2 already in r" in done.out and "[1/2]" not in done.out
 
 
-def test_a_report_is_built_anew_with_another_target(outcome, tmp_path):
+def test_a_report_is_written_again_with_another_target(outcome, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     first = Path(compared(outcome)["report"]).read_text()
     output = outcome("report", "c", "--target", 0.9, "--out", "again.html")

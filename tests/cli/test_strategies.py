@@ -1,4 +1,4 @@
-"""``paceline strategies``: what docstrings say of the methods, for people and for programs."""
+"""``paceline strategies``: the methods' docstrings, for people and for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKUP = ("``", ".. math::", ":math:", "====", "Args:", "\x1b")
 
 @pytest.fixture
 def paceline(monkeypatch, capsys):
-    """Run a command at a width of the terminal; the lines it wrote."""
+    """Run a command in a terminal of some width; returns its lines."""
 
     def run(*arguments, columns=80):
         monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
@@ -36,7 +36,7 @@ def paceline(monkeypatch, capsys):
 
 
 def headings(lines):
-    """The lines that begin a part, after the summary and without what follows a comma."""
+    """The headings after the summary, each up to its first comma."""
     begins = [i + 1 for i, line in enumerate(lines[:-1]) if not line]
     return [lines[i].partition(",")[0] for i in begins if not lines[i].startswith(" ")]
 
@@ -50,12 +50,12 @@ def test_a_docstring_has_every_part(name):
     assert re.fullmatch(r"[A-Z][\w -]+: .+\.", facts["summary"])
     wanted = {*IN_JSON, "Symbols", "Example", *(["Args"] if facts["options"] else [])}
     assert wanted <= set(parts) <= {"Summary", *SHOWN}
-    assert "Notes" not in parts, "a paragraph stands where no heading claims it"
+    assert "Notes" not in parts, "a paragraph belongs to no heading"
     assert "Reference:" in inspect.getdoc(strategy_class(name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_docstring_tells_what_has_to_be_known(name, paceline):
+def test_a_docstring_has_the_required_facts(name, paceline):
     (facts,) = json.loads(paceline("strategies", name, "--json")[-1])["strategies"]
     assert set(facts) == KEYS | TEXTS
     for key in TEXTS:

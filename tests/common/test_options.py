@@ -1,4 +1,4 @@
-"""Options from what a user typed: taken as what they are, or refused with name, value and rule."""
+"""Options from user input: accepted with their types, or refused with name, value and rule."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Options:
         ("0x10", "0x10"),
     ],
 )
-def test_a_text_becomes_what_it_says(text, value):
+def test_a_text_becomes_the_value_that_it_denotes(text, value):
     parsed = parse_value(text)
     assert (type(parsed), parsed) == (type(value), value)
 
@@ -120,7 +120,7 @@ def test_a_value_of_the_fields_own_type_is_taken(values):
 
 
 @pytest.mark.parametrize(("name", "value"), [("rate", 2), ("limit", 3)])
-def test_a_whole_number_will_do_for_a_float(name, value):
+def test_an_integer_is_accepted_for_a_float(name, value):
     taken = getattr(build(Options, {name: value}, "here"), name)
     assert (type(taken), taken) == (float, value)
 
@@ -130,7 +130,7 @@ def test_tables_become_dicts_and_dataclasses():
     assert options.slow == {3: 4.0} and options.inner == Inner(size=2)
 
 
-def test_what_is_not_given_is_the_default():
+def test_missing_values_get_their_defaults():
     assert build(Options, {}, "here") == Options()
 
 

@@ -1,4 +1,4 @@
-"""Functions and strategies by name: another process finds them, and nothing is pickled."""
+"""References by name: another process finds functions and strategies without pickle."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_function_that_was_typed_in_is_refused(script):
 
 @pytest.fixture
 def own_imports(monkeypatch):
-    """Leave the import system as it was."""
+    """Restore the import system afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in ("own_training", "helper"):
@@ -167,7 +167,7 @@ def test_a_function_is_found_in_a_script_by_its_path(script, own_imports):
 
 
 def other_value(default, hint) -> Any:
-    """A value of a field that is not its default, as far as its type tells one."""
+    """Another value than a field's default, if its type allows one."""
     if get_origin(hint) is Literal:
         return next(value for value in get_args(hint) if value != default)
     kinds = get_args(hint) or (hint,)
@@ -185,7 +185,7 @@ def with_other_fields(cls):
         try:
             changed = cls(**{field.name: value})
         except UsageError:
-            continue  # a rule ties this field to another one
+            continue  # this field depends on another one
         if changed != cls():
             yield field.name, changed
 
@@ -203,7 +203,7 @@ def test_every_strategy_goes_through_json_with_its_fields(name):
 
 @dataclass(kw_only=True)
 class Odd(pl.Strategy):
-    """A strategy of a user's own, with a field that JSON cannot hold."""
+    """A user's own strategy, with a field that JSON cannot hold."""
 
     thing: Any = 3
 
@@ -211,7 +211,7 @@ class Odd(pl.Strategy):
         self.local_update(g)
 
 
-def test_a_strategy_of_the_users_own_goes_the_same_way():
+def test_the_users_own_strategy_is_packed_in_the_same_way():
     back = unpack_strategy(through_json(pack_strategy(Odd(thing=[1, {"a": None}]))))
     assert back == Odd(thing=[1, {"a": None}])
 

@@ -1,4 +1,4 @@
-"""Ranks and launchers that are killed, stopped or merely busy, in real processes."""
+"""Ranks and launchers that are killed, stopped or only busy, in real processes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def open_files():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """After each test: no rank, no open file, nothing in /dev/shm, and the next run works."""
+    """After each test: no rank, no open file and nothing in /dev/shm remain; a run works."""
     pl.launch(runs.log_surroundings, workers=1)
     files, shared = open_files(), shared_files()
     yield
     assert runs.ranks_left() == []
     assert open_files() <= files
-    end_s = time.monotonic() + PATIENCE_S  # other programs use /dev/shm, too, for a while
+    end_s = time.monotonic() + PATIENCE_S  # other programs may use /dev/shm for a while
     while shared_files() - shared and time.monotonic() < end_s:
         os.sched_yield()
     assert shared_files() - shared == set()
@@ -47,7 +47,7 @@ def nothing_is_left():
 
 
 def launch_and_lose(world="shared_memory", train=runs.train_until_lost, **how):
-    """Launch what loses a rank: the error, and the pids of all ranks."""
+    """Launch a run that loses a rank; returns the error and the pids of all ranks."""
     pids = []
     with pytest.raises(pl.PeerLost) as caught:
         pl.launch(
@@ -123,7 +123,7 @@ def test_a_rank_that_is_busy_for_three_times_dead_s_is_not_lost(world):
 
 
 @on_shared_memory
-def test_a_rank_that_goes_on_in_time_is_not_lost():
+def test_a_rank_that_continues_in_time_is_not_lost():
     result = pl.launch(runs.stop_and_go_on, workers=3, arguments={"seconds": 0.5})
     assert result.steps == 3
 
@@ -145,7 +145,7 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
         ),
     ],
 )
-def test_a_run_ends_although_what_it_was_started_from_is_stopped(how, more, message):
+def test_a_run_ends_although_its_fork_server_is_stopped(how, more, message):
     fork_servers, expected = (
         [],
         nullcontext() if message is None else pytest.raises(pl.PacelineError),
@@ -180,7 +180,7 @@ if __name__ == "__main__":
 
 
 class Launcher:
-    """A program that launches ranks, in a session of its own."""
+    """A program that launches ranks, in its own session."""
 
     def __init__(self, script):
         self.process = subprocess.Popen(
@@ -226,7 +226,7 @@ def launchers(tmp_path):
 @on_shared_memory
 def test_nothing_outlives_a_launcher(launchers):
     killed, interrupted = launchers
-    os.kill(killed.fork_server, signal.SIGSTOP)  # the kernel alone has to end them
+    os.kill(killed.fork_server, signal.SIGSTOP)  # only the kernel can end the ranks
     killed.process.kill()
     assert runs.wait_for_ends(killed.pidfds, PATIENCE_S)
     os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
@@ -261,7 +261,7 @@ SCENARIOS = [
 
 @on_distributed
 def test_a_lost_rank_ends_all_others_of_another_launcher_wherever_they_are(tmp_path):
-    """At the start, in the middle and at the end; also where a heartbeat has to tell."""
+    """At the start, in the middle and at the end; also when only a heartbeat can tell."""
     ended = subprocess.run(
         [sys.executable, "-m", "support.lost_ranks", json.dumps(SCENARIOS)],
         env=runs.environment(OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)),

@@ -1,4 +1,4 @@
-"""Runs that go on: ranks that are killed, stopped and started again, in real processes."""
+"""Runs that survive losses: ranks that are killed, stopped and restarted, in real processes."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def happened(result, event):
 
 
 def answers(result):
-    """What each worker that came to its end has answered."""
+    """The answer of each worker that finished."""
     return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
 
 
 def times_taken(result, epoch):
-    """How often each sample was part of a step that came to its end."""
+    """How often each sample was part of a completed step."""
     taken = [m["taken"].split() for m in result.metrics if m.get("epoch") == epoch]
     return Counter(int(number) for numbers in taken for number in numbers)
 
 
 @pytest.mark.parametrize("strategy", ASYNCHRONOUS)
-def test_the_others_go_on_when_a_worker_dies(strategy):
+def test_the_others_continue_when_a_worker_dies(strategy):
     result = launch(strategy, pl.kill(rank=1).at(step=3), arguments={"until_lost": True})
     assert (result.lost_workers, happened(result, "lost")) == (1, [1])
     assert set(answers(result)) == {0, 2, 3}
@@ -61,12 +61,14 @@ def test_the_others_go_on_when_a_worker_dies(strategy):
     assert result.lost_batches == 0
     for epoch in range(2):
         taken = times_taken(result, epoch)
-        assert set(taken) == set(range(SAMPLES)), "what the dead one had in hand came not again"
+        assert set(taken) == set(range(SAMPLES)), (
+            "the batch of the dead worker was not given out again"
+        )
         assert taken.total() == SAMPLES
 
 
 def die_at_the_end(worker, folder):
-    """Of two workers, the second dies with a batch in hand when the first has come to its end."""
+    """Of two workers, the second dies with a drawn batch after the first has finished."""
     net = runs.new_net()
     net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.01))
     loader = DataLoader(TensorDataset(torch.randn(40, 6)), batch_size=4)
@@ -88,14 +90,14 @@ def wait_for(file):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour"])
-def test_a_batch_that_nobody_is_left_to_take_again_is_told(strategy, tmp_path):
+def test_a_batch_that_nobody_can_take_again_is_counted(strategy, tmp_path):
     how = {"workers": 2, "strategy": strategy, "arguments": {"folder": str(tmp_path)}}
     result = pl.launch(die_at_the_end, **how)
     assert (result.lost_workers, result.lost_batches, result.samples) == (1, 1, 36)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour"])
-def test_the_first_worker_is_no_other_than_the_rest(strategy, tmp_path):
+def test_the_first_worker_may_die_like_any_other(strategy, tmp_path):
     how = {"until_lost": True, "whose": 0}
     result = launch(strategy, pl.kill(rank=0).at(step=3), arguments=how, out=tmp_path)
     assert set(answers(result)) == {1, 2, 3}
@@ -105,7 +107,7 @@ def test_the_first_worker_is_no_other_than_the_rest(strategy, tmp_path):
 @pytest.mark.parametrize(
     "strategy", ["downpour(shards=2)", "easgd(interval=2)", "cyclic", "ssp", "layered"]
 )
-def test_a_server_or_communicator_that_dies_is_followed_by_another(strategy, tmp_path):
+def test_a_server_or_communicator_that_dies_has_a_successor(strategy, tmp_path):
     how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
     result = launch(strategy, arguments=how, on_loss="continue")
     assert happened(result, "succeeded") == [4] and result.lost_workers == 0
@@ -114,7 +116,7 @@ def test_a_server_or_communicator_that_dies_is_followed_by_another(strategy, tmp
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
-def test_a_worker_that_was_left_behind_comes_back(strategy, tmp_path):
+def test_a_worker_that_was_left_behind_rejoins(strategy, tmp_path):
     how = {"until_life": 2, "pids": str(tmp_path), "thaws": True}
     fault = pl.freeze(rank=1).at(step=3)
     result = launch(strategy, fault, limits=pl.Limits(dead_s=0.3), arguments=how)
@@ -125,7 +127,7 @@ def test_a_worker_that_was_left_behind_comes_back(strategy, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "easgd(interval=2)"])
-def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
+def test_a_lost_worker_is_restarted_if_that_is_allowed(strategy):
     result = launch(
         strategy,
         pl.kill(rank=2).at(step=3),
@@ -138,7 +140,7 @@ def test_a_lost_worker_is_started_again_if_that_is_allowed(strategy):
 
 
 def die_first(worker, folder, whose):
-    """A rank is killed before its setup, and comes again."""
+    """A rank is killed before its setup, and is restarted."""
     died = Path(folder, "died")
     if worker.rank == whose and not died.exists():
         died.touch()
@@ -147,7 +149,7 @@ def die_first(worker, folder, whose):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "easgd(interval=2)"])
-def test_a_worker_that_dies_while_all_begin_is_started_again(strategy, tmp_path):
+def test_a_worker_that_dies_during_the_start_is_restarted(strategy, tmp_path):
     how = {"arguments": {"folder": str(tmp_path), "whose": 1}, "max_restarts": 1}
     result = pl.launch(die_first, workers=WORKERS, strategy=strategy, **how)
     assert happened(result, "lost") == happened(result, "restarted") == [1]
@@ -156,7 +158,7 @@ def test_a_worker_that_dies_while_all_begin_is_started_again(strategy, tmp_path)
 
 
 def start_where_nothing_is(monkeypatch, rank, times):
-    """Have the first processes of a rank end before they have a place among the others."""
+    """Make the first processes of a rank end before they join the others."""
     start = Supervisor._start
 
     def start_there(supervisor, its):
@@ -168,13 +170,13 @@ def start_where_nothing_is(monkeypatch, rank, times):
     monkeypatch.setattr(Supervisor, "_start", start_there)
 
 
-def test_a_worker_that_ends_before_it_has_a_place_is_started_as_if_for_the_first_time(monkeypatch):
+def test_a_worker_that_ends_before_it_joins_is_started_as_if_for_the_first_time(monkeypatch):
     start_where_nothing_is(monkeypatch, rank=1, times=2)
     result = launch("gossip")
     assert result.lost_workers == 0 and set(answers(result)) == {0, 1, 2, 3}
 
 
-def test_a_worker_that_never_has_a_place_ends_the_run(monkeypatch):
+def test_a_worker_that_never_joins_ends_the_run(monkeypatch):
     start_where_nothing_is(monkeypatch, rank=1, times=100)
     with pytest.raises(pl.PeerLost, match="rank 1"):
         launch("gossip")
@@ -186,7 +188,7 @@ DEAD_S = 0.8
 
 
 def pause(folder, signal_to):
-    """Stop for much longer than ``dead_s`` whom the signals reach; then have the run end."""
+    """Stop processes for much longer than ``dead_s``; then let the run end."""
     signal_to(signal.SIGSTOP)
     time.sleep(2 * DEAD_S)
     signal_to(signal.SIGCONT)
@@ -199,7 +201,7 @@ def test_nobody_is_lost_while_all_workers_are_stopped(strategy, tmp_path):
         for pid in runs.await_pids(tmp_path, workers=3):
             os.kill(pid, number)
             if number == signal.SIGCONT:
-                time.sleep(DEAD_S / 8)  # so that some look while others are still stopped
+                time.sleep(DEAD_S / 8)  # some check while others are still stopped
 
     stopper = threading.Thread(target=pause, args=(tmp_path, signal_to_workers))
     stopper.start()
@@ -264,7 +266,7 @@ def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_p
     assert (launcher.returncode, output) == (0, "set() 0\n")
 
 
-def test_a_server_that_was_stopped_for_too_long_and_goes_on_is_followed_by_another(tmp_path):
+def test_a_server_that_was_stopped_for_too_long_has_a_successor(tmp_path):
     how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path), "stop_until_lost": True}
     result = launch("downpour", limits=pl.Limits(dead_s=0.3), arguments=how)
     assert happened(result, "succeeded") == [4] and result.lost_workers == 0
@@ -278,14 +280,14 @@ def test_a_server_that_is_lost_too_often_ends_the_run(monkeypatch, tmp_path):
         launch("downpour", arguments=how)
 
 
-def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
+def test_a_worker_can_be_added_from_outside(tmp_path):
     found = []
     how = {"arguments": {"until_life": 2}, "out": tmp_path}
     fault = pl.kill(rank=1).at(step=3)
     run = threading.Thread(target=lambda: found.append(launch("gossip", fault, **how)))
     run.start()
     answer = {}
-    while "rank" not in answer:  # until it is lost, its place is taken
+    while "rank" not in answer:  # there is no free rank until the worker is lost
         try:
             answer = ask(tmp_path, {"ask": "join"})
         except pl.UsageError:
@@ -301,7 +303,7 @@ def test_a_worker_can_be_had_to_join_from_outside(tmp_path):
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 @pytest.mark.parametrize("fault", [pl.kill(rank=1).at(step=3), pl.freeze(rank=1).at(step=3)])
-def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
+def test_synchronous_methods_can_continue_with_the_remaining_workers(strategy, fault):
     result = launch(strategy, fault, on_loss="continue", limits=pl.Limits(dead_s=0.3))
     assert result.lost_workers == 1
     assert set(answers(result)) == {0, 2, 3}
@@ -311,19 +313,19 @@ def test_synchronous_methods_can_go_on_with_those_who_are_left(strategy, fault):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
-def test_a_fault_that_lies_behind_the_end_of_the_run_is_not_waited_for(strategy):
+def test_a_fault_after_the_end_of_the_run_is_not_waited_for(strategy):
     result = launch(strategy, pl.kill(rank=1).at(seconds=1e6))
     assert result.lost_workers == 0 and len(answers(result)) == WORKERS
 
 
-def test_the_run_ends_by_name_when_losses_are_to_end_it():
+def test_the_run_ends_and_names_the_lost_rank_if_losses_end_it():
     with pytest.raises(pl.PeerLost) as caught:
         how = {"until_lost": True}
         launch("gossip", pl.kill(rank=1).at(step=3), arguments=how, on_loss="stop")
     assert caught.value.ranks == (1,)
 
 
-def test_a_run_that_loses_all_its_workers_ends_by_name():
+def test_a_run_that_loses_all_workers_ends_and_names_them():
     faults = [pl.kill(rank=rank).at(step=3) for rank in range(WORKERS)]
     with pytest.raises(pl.PeerLost):
         launch("gossip", *faults)
@@ -346,15 +348,15 @@ def test_what_cannot_be_is_refused_before_a_process_starts(how, message):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
-def test_a_look_at_the_data_on_one_rank_leaves_all_of_it_to_be_taken_once(strategy):
+def test_a_preview_on_one_rank_leaves_every_batch_to_be_taken_once(strategy):
     result = pl.launch(runs.train_with_looks, workers=2, strategy=strategy)
     for epoch in range(2):
         assert times_taken(result, epoch) == Counter(range(44))
 
 
 @pytest.mark.parametrize(("interval", "lost"), [(20, 0), (500, 30)])
-def test_what_a_worker_had_since_the_last_meeting_comes_again_in_the_next_epoch(interval, lost):
-    """15 steps an epoch; where no meeting comes before the end, what was lost is counted."""
+def test_what_a_worker_had_since_the_last_collective_comes_again_in_the_next_epoch(interval, lost):
+    """15 steps an epoch; if no collective follows before the end, the loss is counted."""
     kill = pl.kill(rank=1).at(step=3)
     result = launch(f"sasgd(interval={interval})", kill, on_loss="continue")
     survivors = [m for m in result.metrics if m["rank"] != 1 and "taken" in m]

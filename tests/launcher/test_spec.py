@@ -1,4 +1,4 @@
-"""The knobs of a run: each is declared once, and what starts a run takes it."""
+"""The options of a run: each is declared once, and every way to start a run takes it."""
 
 from __future__ import annotations
 

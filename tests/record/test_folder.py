@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and what it is worth when the disk is full."""
+"""The folder of a run: who may read and write it, and what happens when the disk is full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.record.trace import Trace
 
 @pytest.fixture
 def open_umask():
-    """Whatever may be read by all is; ranks are started anew for it."""
+    """A umask that allows everything; fork servers are restarted to inherit it."""
     before = os.umask(0)
     ForkServer.stop_idle()
     yield
@@ -90,7 +90,7 @@ def test_a_comparison_is_for_its_user_alone_but_for_the_report(open_umask, pacel
 # One run at a time -------------------------------------------------------------------------------
 
 
-def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
+def test_a_second_run_is_refused_while_the_first_is_running(tmp_path):
     def start_another(worker):
         runs.train(worker)
         if worker.rank == 0:
@@ -103,7 +103,7 @@ def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path):
     assert pl.simulate(runs.train, workers=3, seed=9, out=tmp_path).workers == 3
 
 
-def test_every_way_to_start_a_run_asks_whose_the_folder_is(paceline, tmp_path):
+def test_every_way_to_start_a_run_respects_the_lock(paceline, tmp_path):
     pl.simulate(runs.train, workers=2, out=tmp_path / "out", checkpoint_steps=4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     message = r"out \(.*out\) must not be in use: process \d+ is still writing a run there"
@@ -119,7 +119,7 @@ def test_every_way_to_start_a_run_asks_whose_the_folder_is(paceline, tmp_path):
     assert after == before
 
 
-def test_a_rank_of_a_launcher_beside_rank_0_shares_the_folder(monkeypatch, tmp_path):
+def test_other_ranks_of_a_launcher_share_the_folder_with_rank_0(monkeypatch, tmp_path):
     monkeypatch.setattr("paceline.launcher.init.launched", lambda: Launched(rank=1))
     with claim(tmp_path), pl.init(out=tmp_path) as worker:
         runs.train(worker)
@@ -135,7 +135,7 @@ with claim(sys.argv[1]):
 """
 
 
-def test_a_run_that_was_killed_is_in_nobodys_way(tmp_path):
+def test_a_killed_run_does_not_block_its_folder(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
@@ -150,7 +150,7 @@ def test_a_run_that_was_killed_is_in_nobodys_way(tmp_path):
         pass
 
 
-def test_a_lock_that_its_owner_has_just_removed_is_taken_anew(monkeypatch, tmp_path):
+def test_a_lock_file_that_its_owner_has_just_removed_is_made_again(monkeypatch, tmp_path):
     import fcntl
 
     taken, flock = [], fcntl.flock
@@ -166,7 +166,7 @@ def test_a_lock_that_its_owner_has_just_removed_is_taken_anew(monkeypatch, tmp_p
         assert len(taken) == 2 and (tmp_path / LOCK).exists()
 
 
-def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
+def test_two_runs_that_start_in_the_same_second_have_separate_folders(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paceline.cli.task.time.strftime", lambda form: "now")
     assert [str(choose_out(None, "x")) for _ in range(3)] == [
@@ -181,7 +181,7 @@ def test_two_runs_that_begin_in_the_same_second_have_folders_of_their_own(monkey
 FULL = "No space left on device"
 
 
-def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
+def test_a_simulated_run_on_a_full_disk_continues_without_its_trace(tmp_path):
     whole = pl.simulate(runs.train, workers=2)
     with pytest.warns(UserWarning) as caught:
         run = pl.simulate(
@@ -196,7 +196,7 @@ def test_a_simulated_run_on_a_full_disk_goes_on_without_its_trace(tmp_path):
 
 
 @on_shared_memory
-def test_real_ranks_on_a_full_disk_go_on_without_their_traces_and_that_is_said_once(tmp_path):
+def test_real_ranks_on_a_full_disk_continue_without_traces_after_one_warning(tmp_path):
     with pytest.warns(UserWarning) as caught:
         run = pl.launch(
             runs.train_on_full_disk, workers=2, out=tmp_path, arguments={"out": str(tmp_path)}
@@ -207,7 +207,7 @@ def test_real_ranks_on_a_full_disk_go_on_without_their_traces_and_that_is_said_o
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_a_trace_that_is_given_up_in_the_middle_is_hashed_to_its_end(tmp_path):
+def test_an_abandoned_trace_is_hashed_to_its_end(tmp_path):
     whole, trace = Trace(), Trace(tmp_path / "trace.jsonl")
     for number in range(9000):
         if number == 5000:
@@ -220,7 +220,7 @@ def test_a_trace_that_is_given_up_in_the_middle_is_hashed_to_its_end(tmp_path):
     assert trace.close() == whole.close() and not list(tmp_path.iterdir())
 
 
-def test_where_ranks_traces_cannot_be_merged_there_is_none(tmp_path):
+def test_traces_that_cannot_be_merged_are_removed(tmp_path):
     (tmp_path / "trace.0.jsonl").write_text('{"t": 1.0, "rank": 0, "event": "send"}\n')
     folder = RunFolder.__new__(RunFolder)
     folder.path, folder._traced = tmp_path, True
@@ -240,7 +240,7 @@ def test_metrics_on_a_full_disk_are_written_at_the_end_if_there_is_room_then(tmp
     assert len(caught) == 1 and [json.loads(line) for line in lines] == run.metrics
 
 
-def test_notes_that_are_given_up_are_whole_lines(tmp_path):
+def test_an_abandoned_file_ends_with_a_complete_line(tmp_path):
     why = []
     lines = Lines(tmp_path / "notes", why.append)
     lines.add("one\n")
@@ -251,7 +251,7 @@ def test_notes_that_are_given_up_are_whole_lines(tmp_path):
     assert (tmp_path / "notes").read_text() == "one\n" and why == [FULL]
 
 
-def test_a_model_finds_the_room_that_the_trace_has_taken(monkeypatch, tmp_path):
+def test_a_trace_makes_room_for_the_model(monkeypatch, tmp_path):
     write = Disk.write
 
     def have_room_without_trace(self, path, content, on_half):
@@ -266,7 +266,7 @@ def test_a_model_finds_the_room_that_the_trace_has_taken(monkeypatch, tmp_path):
 
 
 @on_shared_memory
-def test_a_model_that_cannot_be_written_is_told_and_the_result_is_there(tmp_path):
+def test_a_model_that_cannot_be_written_is_reported_with_the_result(tmp_path):
     for start in (pl.simulate, pl.launch):
         out = tmp_path / start.__name__
         with pytest.warns(UserWarning, match=rf"the model could not be saved in {out}: ") as caught:

@@ -1,4 +1,4 @@
-"""Who had done how much by when: the account that reports draw curves from."""
+"""The history of each rank's progress, from which reports draw curves."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def filled(steps):
 
 
 @given(st.integers(0, 5000), st.floats(0.0, 6000.0))
-def test_an_account_is_right_up_to_what_was_left_out(steps, time_s):
+def test_a_history_is_right_except_for_dropped_rows(steps, time_s):
     history = filled(steps)
     assert len(history.rows) < MOST_ROWS
     samples, nbytes = totals_at(time_s, [history.rows])
@@ -35,7 +35,7 @@ def test_the_last_row_is_kept(steps):
     assert history.rows[-1] == (steps + 1.0, 7, 8)
 
 
-def test_ranks_are_summed_and_those_without_rows_are_nothing():
+def test_ranks_are_summed_and_those_without_rows_count_as_zero():
     rows = [(1.0, 4, 10), (2.0, 8, 20)]
     assert totals_at(1.5, [rows, [], [(1.0, 1, 1)]]) == (5, 11)
     assert totals_at(0.5, [rows]) == (0, 0)
@@ -72,15 +72,15 @@ def logs_often(worker):
 
 @pytest.mark.transport("simulated")
 @pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)", "gossip"])
-def test_the_account_is_that_of_virtual_time(strategy):
-    """Though a rank that only computes is simulated ahead of the others."""
+def test_the_history_uses_virtual_time(strategy):
+    """Although a rank that only computes is simulated ahead of the others."""
     cluster = pl.Cluster(compute=Compute(step_s=1.0, factors=(1.0, 3.0)))
     run = pl.simulate(logs_often, workers=2, strategy=strategy, cluster=cluster)
     for record in run.metrics:
         ended = [m for m in run.metrics if m["t"] <= record["t"]]
         if strategy == "gossip":
             assert record["all_bytes"] >= 12 * len(ended)
-        else:  # 3 numbers of 4 bytes: a broadcast, and what each rank hands in at its exchanges
+        else:  # 3 numbers of 4 bytes: a broadcast, and what each rank sends in its exchanges
             every = 4 if "sasgd" in strategy else 1
             assert record["all_bytes"] == 24 + 12 * sum(m["step"] % every == 0 for m in ended)
 
@@ -113,7 +113,7 @@ def test_time_is_divided_into_compute_waiting_and_data():
 
 @pytest.mark.transport("simulated")
 @pytest.mark.parametrize("strategy", ["downpour", "gossip", "cyclic", "adpsgd"])
-def test_ages_add_up_to_the_mean_and_the_maximum(strategy):
+def test_staleness_counts_match_the_mean_and_the_maximum(strategy):
     run = pl.simulate(train, workers=4, strategy=strategy, cluster="mixed-lab", arguments=SHORT)
     ages = dict(run.staleness_counts)
     assert sum(ages.values()) > 10
@@ -124,7 +124,7 @@ def test_ages_add_up_to_the_mean_and_the_maximum(strategy):
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("strategy", ["sasgd(interval=4)", "downpour"])
-def test_a_real_run_keeps_the_same_account(strategy):
+def test_a_real_run_keeps_the_same_history(strategy):
     run = pl.launch(train, workers=2, strategy=strategy, arguments=SHORT)
     last = run.metrics[-1]
     assert last["all_samples"] == run.samples == 12 * 2 * 64

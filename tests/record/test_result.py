@@ -1,4 +1,4 @@
-"""What a run returns: the keys that other tools read, and the arithmetic behind them."""
+"""The result of a run: the keys that other tools read, and how they are computed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ SAVED = {"checkpoint", "checkpoint_error", "resumed_at", "model_error"}
 
 
 def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):
-    book = RunRecorder(None, None)
+    recorder = RunRecorder(None, None)
     for record in logged:
-        book.metric(record)
+        recorder.metric(record)
     facts = {"workers": len(summaries) if workers is None else workers, "seed": 0, **facts}
     strategy = strategy or AllReduce()
     how = {"synchronous": strategy.synchronous, **facts}
-    return book.result(strategy_name(strategy), summaries, began_s=100.0, **how)
+    return recorder.result(strategy_name(strategy), summaries, began_s=100.0, **how)
 
 
 def train(worker):
@@ -87,8 +87,8 @@ def test_a_simulated_run_fills_every_key(tmp_path):
 
 
 def test_throughput_is_that_of_all_workers_after_their_first_step():
-    place = pl.Cluster(compute=Compute(step_s=1.0, factors=(1.0, 2.0)))
-    run = pl.simulate(train, workers=2, cluster=place, strategy="gossip")
+    cluster = pl.Cluster(compute=Compute(step_s=1.0, factors=(1.0, 2.0)))
+    run = pl.simulate(train, workers=2, cluster=cluster, strategy="gossip")
     assert (run.steps, run.samples) == (8, 24)
     assert run.samples_per_s == pytest.approx(3 / 1.0 + 3 / 2.0)
     assert result_of(SUMMARY).samples_per_s is None, "of a single step there is none"
@@ -105,11 +105,11 @@ def test_a_real_run_has_no_virtual_time_and_no_fingerprint():
     assert 0 <= facts["wait_share"] <= 1
 
 
-def test_a_strategy_of_the_users_own_is_named_by_its_class():
+def test_the_users_own_strategy_is_named_by_its_class():
     assert result_of(SUMMARY, strategy=Alone()).strategy == "Alone"
 
 
-def test_staleness_is_0_of_a_synchronous_method_and_nothing_of_one_that_has_none():
+def test_staleness_is_0_for_a_synchronous_method_and_null_without_any():
     assert result_of(SUMMARY).staleness_mean == result_of(SUMMARY).staleness_max == 0
     other = result_of(SUMMARY, strategy=Alone())
     assert other.staleness_mean is other.staleness_max is None
@@ -124,7 +124,7 @@ def test_waiting_is_a_share_of_the_time_from_the_first_step_to_the_last():
     assert replace(SUMMARY, wait_s=4.0).wait_share == 1
 
 
-def test_seconds_are_on_the_walls_clock_from_the_first_step_on():
+def test_seconds_are_wall_time_from_the_first_step_on():
     longer = replace(SUMMARY, rank=1, first_wall_s=103.0, last_wall_s=108.0)
     run = result_of(longer, SUMMARY)
     assert (run.startup_seconds, run.seconds) == (2.0, 5.0)
@@ -142,13 +142,13 @@ def test_workers_are_summed_and_servers_count_for_their_bytes_only():
     assert run.wait_share == pytest.approx((0.25 + 0.75) / 2)
 
 
-def test_a_run_whose_workers_are_all_lost_has_waited_for_nothing():
+def test_a_run_that_lost_all_workers_has_no_waiting_time():
     run = result_of(workers=2, lost_workers=2)
     assert (run.steps, run.samples, run.wait_share, run.lost_workers) == (0, 0, 0.0, 2)
 
 
 def test_the_faster_of_two_workers_waits_for_the_other():
-    """Steps of 1 s and 2 s on links without cost: the first waits half its time, the other none."""
+    """Steps of 1 s and 2 s on free links: the first worker waits half its time, the other none."""
     compute = pl.sim.cluster.Compute(step_s=1.0, factors=(1.0, 2.0))
     run = pl.simulate(train, workers=2, cluster=pl.Cluster(compute=compute))
     assert run.wait_share == pytest.approx((0.5 + 0.0) / 2)
@@ -165,7 +165,7 @@ def test_loading_is_not_waiting():
     assert run.wait_share == pytest.approx((4 / (4 * 3 - 1) + 0.0) / 2)
 
 
-def test_bytes_are_what_the_strategy_handed_in():
+def test_bytes_are_what_the_strategy_sent():
     """Three numbers of 4 bytes: a broadcast, 4 steps, on 2 workers."""
     run = pl.simulate(train, workers=2, cluster="ideal")
     assert run.bytes_sent == 12 * 2 * (1 + 4)
@@ -177,7 +177,7 @@ def test_the_workers_agree_on_the_consensus_distance(values):
     assert result_of(*summaries).consensus_distance == 0.5
 
 
-def test_no_consensus_distance_where_nobody_knows_it():
+def test_the_consensus_distance_may_be_unknown():
     assert result_of(SUMMARY).consensus_distance is None
 
 
@@ -196,7 +196,7 @@ def test_loss_and_accuracy_are_the_last_ones_logged():
     assert (run.loss, run.accuracy) == (2.0, 0.5)
 
 
-def test_loss_and_accuracy_are_nothing_where_none_was_logged():
+def test_loss_and_accuracy_are_null_if_none_was_logged():
     run = result_of(SUMMARY, logged=[{"other": 1}])
     assert run.loss is run.accuracy is None
     assert run.to_json()["loss"] is None
@@ -212,13 +212,13 @@ def test_the_time_to_a_target_runs_from_the_first_step():
 
 
 def test_metrics_are_kept_in_order_written_and_passed_on(tmp_path):
-    heard = []
-    book = RunRecorder(tmp_path, heard.append)
+    passed_on = []
+    recorder = RunRecorder(tmp_path, passed_on.append)
     logged = [{"loss": 2.0, "rank": 1}, {"loss": 1.0, "rank": 0}]
     for record in logged:
-        book.metric(record)
-    book.close()
-    assert book.metrics == heard == logged
+        recorder.metric(record)
+    recorder.close()
+    assert recorder.metrics == passed_on == logged
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == logged
 

@@ -1,4 +1,4 @@
-"""The record of a run: its hash is the run's fingerprint, its file reads back."""
+"""The trace of a run: its hash is the run's fingerprint, and its file can be read again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_more_record_is_another_hash(events, one):
 
 
 @given(st.lists(records, min_size=1, max_size=8))
-def test_what_else_is_told_of_an_event_is_not_in_the_hash(events):
+def test_other_fields_of_an_event_are_not_in_the_hash(events):
     assert hash_of(events, version=3, note="x") == hash_of(events, tag=0) == hash_of(events)
 
 
@@ -102,7 +102,7 @@ def test_what_is_flushed_can_be_read_before_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [1, 5, 30])
-def test_a_last_line_that_a_crash_cut_off_is_left_out(tmp_path, lost):
+def test_a_last_line_that_a_crash_cut_off_is_skipped(tmp_path, lost):
     path = tmp_path / "trace.jsonl"
     hash_of([{"time_s": float(n), "rank": 0, "event": "step"} for n in range(3)], path, more={})
     path.write_text(path.read_text()[:-lost])
@@ -128,7 +128,7 @@ def test_a_merge_is_sorted_by_time_and_keeps_each_ranks_order(times_by_rank):
         assert mine == list(enumerate(rank_times))
 
 
-def test_ranks_that_left_no_trace_do_not_stop_a_merge(tmp_path):
+def test_ranks_without_a_trace_do_not_stop_a_merge(tmp_path):
     trace = Trace(tmp_path / "trace.1.jsonl")
     trace.record(2.0, 1, "step")
     trace.close()
@@ -138,7 +138,7 @@ def test_ranks_that_left_no_trace_do_not_stop_a_merge(tmp_path):
 
 
 def test_the_hash_of_a_run_is_that_of_its_file(tmp_path):
-    """What a simulation wrote, recorded again, has the fingerprint that the run told."""
+    """The trace file of a simulation, recorded again, has the run's fingerprint."""
 
     def train(worker):
         for _ in range(3):
@@ -154,25 +154,25 @@ def test_the_hash_of_a_run_is_that_of_its_file(tmp_path):
     assert again.close() == run.trace_hash
 
 
-def test_what_a_killed_rank_did_is_in_its_trace_but_for_the_last_moments(tmp_path):
+def test_the_trace_of_a_killed_rank_lacks_only_the_last_moments(tmp_path):
     trace = Trace(tmp_path / "trace.jsonl")
     for number in range(100):
         trace.record(number / 50, 0, "batch")
     written = [record["t"] for record in read(tmp_path / "trace.jsonl")]
-    trace.close()  # which a killed rank does not
+    trace.close()  # a killed rank does not do this
     assert 1.7 <= written[-1] < 1.98
     assert written == [number / 50 for number in range(len(written))]
 
 
 @pytest.mark.parametrize("kept", range(1, 40, 3))
-def test_a_line_that_was_cut_off_before_another_life_went_on_is_left_out(tmp_path, kept):
+def test_a_line_that_was_cut_off_before_the_next_incarnation_is_skipped(tmp_path, kept):
     path = tmp_path / "trace.0.jsonl"
-    for life in range(2):
-        trace = Trace(path, goes_on=life > 0)
-        trace.record(float(life), 0, "batch")
-        trace.record(life + 0.5, 0, "step")
+    for incarnation in range(2):
+        trace = Trace(path, goes_on=incarnation > 0)
+        trace.record(float(incarnation), 0, "batch")
+        trace.record(incarnation + 0.5, 0, "step")
         trace.close()
-        if life == 0:
+        if incarnation == 0:
             first, second = path.read_text().splitlines(keepends=True)
             path.write_text(first + second[:kept])
     merge([path], tmp_path / "trace.jsonl")

@@ -37,7 +37,7 @@ def everything():
 
 
 def little():
-    """One short run, in which nothing was measured that need not be, and nobody differed."""
+    """One short run with only the required measurements."""
     bare = {"worker_seconds": [], "staleness_counts": [], "consensus_distance": 0.0}
     return material(run("sasgd", evaluations=1, **bare))
 
@@ -62,7 +62,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[(n, w) for n in PAGES for w in WIDTHS], ids=str)
 def seen(request, browser, folder):
-    """A page at a width: as it opens, and with all its tables unfolded."""
+    """A page at some width: as it opens, and with all its tables unfolded."""
     name, width = request.param
     browser.open(folder / f"{name}.html", width)
     browser.photograph(folder / f"{name}-{width}.png")

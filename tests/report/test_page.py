@@ -1,4 +1,4 @@
-"""The page: whole, small, closed to the network, and safe whatever things are called."""
+"""The page: complete, small, self-contained, and safe whatever names it shows."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_the_verdict_comes_first(page):
     assert 0 < text.index("sasgd was first") < text.index("Verdict") < text.index("All figures")
 
 
-def test_every_picture_is_there_and_told_in_words(page):
+def test_every_picture_is_there_with_a_description(page):
     reader = Reader(page)
     named = [value for tag, key, value in reader.attributes if (tag, key) == ("svg", "aria-label")]
     for what in (
@@ -103,7 +103,7 @@ def test_all_provenance_is_there(page):
     assert "interval 16" in whole and "0123456789abcdef" in whole
 
 
-def test_nothing_is_asked_of_the_network(page):
+def test_nothing_is_loaded_from_the_network(page):
     reader = Reader(page)
     links = [value for _, key, value in reader.attributes if key in ("src", "href", "xlink:href")]
     assert links and all(link.startswith("#") for link in links)
@@ -137,7 +137,7 @@ def test_any_name_can_be_shown(name):
     Reader(render(material(run(name, evaluations=2), target=None)))
 
 
-def test_one_seed_is_said_to_be_one():
+def test_a_single_seed_is_mentioned():
     runs = [run(name, workers) for name in ("a", "b") for workers in (2, 4)]
     whole = " ".join(page_of(*runs).texts)
     assert "not sure" in whole and "With one seed there is no interval" in whole
@@ -157,7 +157,7 @@ def test_runs_without_accuracy_show_their_loss_and_without_either_say_so():
 
 
 def test_what_is_not_known_is_left_out():
-    """A run under a launcher knows neither the bytes of others nor its ages."""
+    """A run under a launcher knows neither the bytes of other ranks nor its staleness."""
     bare = [{"t": 2.0, "rank": 0, "accuracy": 0.5}]
     one = run("a", metrics=bare, epoch_samples=None, staleness_counts=[], consensus_distance=None)
     text = " ".join(page_of(one).texts)
@@ -178,7 +178,7 @@ def test_a_large_comparison_stays_below_2_mb():
     Reader(page)
 
 
-def test_where_charts_do_not_fit_there_are_none_of_single_settings(monkeypatch):
+def test_charts_of_single_settings_are_left_out_if_they_do_not_fit(monkeypatch):
     runs = [run("a", workers) for workers in (2, 4, 8)]
     whole = render(material(*runs))
     monkeypatch.setattr("paceline.report.page.MAX_BYTES", len(whole) // 2)
@@ -220,7 +220,7 @@ def test_curves_are_drawn_against_what_they_say():
     assert drawn == {"time": "4.0000", "epochs": "4.0000", "bytes sent": "20.0000"}
 
 
-def test_what_lies_far_below_the_target_is_not_drawn_but_told():
+def test_values_far_below_the_target_are_not_drawn_but_listed():
     dip = [0.05, 0.7, 0.1, 0.8]
     metrics = [{"t": 2.0 + i, "rank": 0, "accuracy": y} for i, y in enumerate(dip)]
     shown = material(run("a", metrics=metrics), target=0.75)
@@ -230,13 +230,13 @@ def test_what_lies_far_below_the_target_is_not_drawn_but_told():
     assert ">0.05<" not in chart.svg and ">0.5<" in chart.svg
 
 
-def test_a_method_that_learns_nothing_is_drawn_all_the_same():
+def test_a_method_that_learns_nothing_is_still_drawn():
     shown = material(run("a"), run("b", top=0.1), target=0.75)
     chart = curves(shown, shown.settings[0], TIME, {"a": style(0), "b": style(1)}, 100)
     assert "<title>b<" in chart.svg
 
 
-def test_the_bars_of_many_workers_are_means_of_neighbours():
+def test_the_bars_of_many_workers_are_means_of_neighbors():
     each = [{"compute": 2.0, "wait": rank % 2, "io": 0.5} for rank in range(64)]
     one = run("a", 64, worker_seconds=each)
     (chart,) = splits(material(one), one.setting, 32)
@@ -244,27 +244,27 @@ def test_the_bars_of_many_workers_are_means_of_neighbours():
     assert chart.rows[0][1:] == ("2.0000", "0.5000", "0.5000")
 
 
-def test_styles_differ_by_more_than_colour():
+def test_styles_differ_by_more_than_color():
     drawn = [style(number) for number in range(30)]
     assert len(set(drawn)) == 30
     assert len({(how.dash, how.mark) for how in drawn[:22]}) == 22
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colour", [*COLORS, "#555555", "#333333", "#0060a8", "#8a3a00"])
-def test_colours_stand_out_from_white(colour):
-    assert 1.05 / (luminance(colour) + 0.05) > 4.5
+@pytest.mark.parametrize("color", [*COLORS, "#555555", "#333333", "#0060a8", "#8a3a00"])
+def test_colors_contrast_with_white(color):
+    assert 1.05 / (luminance(color) + 0.05) > 4.5
 
 
-def test_letters_of_the_page_stand_out_from_their_ground(page):
+def test_text_contrasts_with_its_background(page):
     tint = luminance("#f3f6f9")
-    for colour in re.findall(r"color: (#[0-9a-f]{6})", page):
-        assert (tint + 0.05) / (luminance(colour) + 0.05) > 4.5, colour
+    for color in re.findall(r"color: (#[0-9a-f]{6})", page):
+        assert (tint + 0.05) / (luminance(color) + 0.05) > 4.5, color
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 8))

@@ -1,4 +1,4 @@
-"""The verdict: right about who was first, by how much, and above all about how sure that is."""
+"""The verdict: right about which method was first, by how much, and how sure that is."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def runs_of(method, *each, **more):
     ]
 
 
-def test_the_soonest_is_named_with_its_margin():
+def test_the_fastest_is_named_with_its_margin():
     found = verdict_on(
         run("slow", evaluation_s=3.0),
         run("quick", evaluation_s=1.0),
@@ -73,32 +73,32 @@ def test_less_than_the_time_between_two_evaluations_is_not_sure():
     assert found.sure == "not sure" and "measured about every 1.0 s" in found.why
 
 
-def test_who_does_not_get_there_is_named_and_never_first():
+def test_a_method_that_misses_the_target_is_named_and_never_first():
     found = verdict_on(run("quick", top=0.5, evaluation_s=0.1), run("slow", evaluation_s=5.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7." in found.sentences
 
 
-def test_who_gets_there_with_some_seeds_only_is_not_first():
+def test_a_method_that_misses_the_target_with_some_seeds_is_not_first():
     mixed = [run("quick", seed=0, evaluation_s=0.1), run("quick", seed=1, top=0.5)]
     found = verdict_on(*mixed, *runs_of("slow", 3.0, 3.0))
     assert found.first == "slow"
     assert "quick did not reach 0.7 in 1 of 2 runs." in found.sentences
 
 
-def test_a_run_that_broke_off_is_told():
+def test_a_failed_run_is_reported():
     found = verdict_on(run("quick", error="lost rank 2 in all_reduce\n\nTraceback"), run("slow"))
     assert found.first == "slow"
     assert "quick failed: lost rank 2 in all_reduce." in found.sentences
 
 
-def test_who_ran_alone_was_not_first():
+def test_a_method_that_ran_alone_was_not_first():
     found = verdict_on(run("only", evaluation_s=2.0))
     assert found.first is None and found.sure is None
     assert found.sentences[0] == "only reached accuracy 0.7 after 8.0 s of virtual time."
 
 
-def test_nobody_there_nobody_first():
+def test_if_none_reaches_the_target_none_is_first():
     found = verdict_on(run("a", top=0.3), run("b", top=0.4))
     assert found.first is None and "No method reached" in found.sentences[0]
 
@@ -121,7 +121,7 @@ def test_without_a_target_there_is_no_race():
         ),
     ],
 )
-def test_the_headline_says_where_who_was_first(wins, said):
+def test_the_headline_says_which_method_was_first_where(wins, said):
     runs = [
         run(method, workers, system=system, evaluation_s=1.0 if method == first else 2.0)
         for (system, workers), first in wins.items()
@@ -146,7 +146,7 @@ def test_the_verdict_does_not_depend_on_the_unit_of_time(times, factor):
 
 
 @given(TIMES)
-def test_a_method_is_never_surely_sooner_than_itself(times):
+def test_a_method_is_never_surely_faster_than_itself(times):
     found = verdict_on(*runs_of("a", *times), *runs_of("b", *times))
     assert found.sure == "not sure"
 
@@ -167,6 +167,6 @@ def test_an_interval_is_students():
 
 
 def test_seeds_are_compared_with_themselves():
-    """The second method is twice as slow with every seed, whatever the seed does."""
+    """The second method is twice as slow with every seed, although seeds differ."""
     found = verdict_on(*runs_of("a", 1.0, 5.0, 20.0), *runs_of("b", 2.0, 10.0, 40.0))
     assert "2.00 to 2.00 times faster" in found.why

@@ -1,4 +1,4 @@
-"""A rank with another model, method, seed or version is refused in worker.setup, in every world."""
+"""worker.setup refuses a rank with another model, method, seed or version, in every world."""
 
 from __future__ import annotations
 

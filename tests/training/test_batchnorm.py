@@ -1,4 +1,4 @@
-"""Buffers and parameters that are not trained: in the answer, in mid-run, and of late workers."""
+"""Buffers and frozen parameters: in the answer, in mid-run, and for late joiners."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("spec", FORMS)
 def test_the_answer_has_the_statistics_of_all_workers_data(spec):
-    """Weighted with their samples; what was counted is added up; the same on every worker."""
+    """Weighted by samples, with batch counts added up; the same on every worker."""
     before: dict[int, tuple[int, dict[str, Tensor]]] = {}
     after: dict[int, dict[str, Tensor]] = {}
 
@@ -80,8 +80,8 @@ def test_the_answer_has_the_statistics_of_all_workers_data(spec):
 
 
 @pytest.mark.parametrize("spec", ["allreduce", "gossip", "easgd", "downpour"])
-def test_who_has_not_trained_counts_for_nothing(spec):
-    """Neither one without a batch, nor one whose statistics are broken."""
+def test_a_worker_that_has_not_trained_counts_for_nothing(spec):
+    """Neither a worker without a batch, nor one whose statistics are not finite."""
     seen = {}
 
     def train(worker):
@@ -126,8 +126,8 @@ class Buffered(nn.Module):
         return self.frozen(self.layer(self.norm(x)))
 
 
-def test_each_kind_of_buffer_is_treated_as_it_should_be():
-    """A moving average is averaged; what is the same everywhere stays so to the bit."""
+def test_each_kind_of_buffer_is_handled_by_its_rule():
+    """A moving average is averaged; equal buffers stay equal to the bit."""
     first = Buffered(0)
     seen = {}
 
@@ -184,8 +184,8 @@ def test_bytes_of_buffers_are_not_counted_and_take_no_virtual_time():
 
 
 @pytest.mark.parametrize("spec", ["allreduce", "gossip", "easgd", "cyclic"])
-def test_in_mid_run_the_answer_has_what_others_have_shown(spec):
-    """No other worker has to act; afterwards this one has its own statistics again."""
+def test_in_mid_run_the_answer_has_what_others_have_published(spec):
+    """The other workers take no part; afterwards this one has its own statistics again."""
     shown: dict[int, tuple[int, dict[str, Tensor]]] = {}
     facts = {}
 
@@ -200,7 +200,7 @@ def test_in_mid_run_the_answer_has_what_others_have_shown(spec):
         if worker.rank == 2:
             with worker.answer(net):
                 facts["inside"] = statistics(net)
-                net(images(3)[:8])  # in training mode, which would leave its mark
+                net(images(3)[:8])  # in training mode, which changes statistics
             facts["after"] = statistics(net)
         worker._session.measuring().barrier()
 
@@ -212,7 +212,7 @@ def test_in_mid_run_the_answer_has_what_others_have_shown(spec):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_recalibrated_statistics_are_those_of_the_batches(workers):
-    """As means over the batches, in the answer only, and without a trace elsewhere."""
+    """They are means over the batches, only in the answer, and nothing else changes."""
     facts: list[Any] = []
 
     def train(worker):
@@ -248,7 +248,9 @@ def test_recalibrated_statistics_are_those_of_the_batches(workers):
         torch.testing.assert_close(inside["mean"], mean)
         torch.testing.assert_close(inside["var"], variance)
         torch.testing.assert_close(whole["mean"], images(0).mean(0))
-    assert sum(m["taken"] for m in result.metrics) == len(images(0)) // 8  # none was taken away
+    assert (
+        sum(m["taken"] for m in result.metrics) == len(images(0)) // 8
+    )  # recalibration took no batch
 
 
 def test_recalibration_without_a_batch_is_refused_and_changes_nothing():
@@ -292,7 +294,7 @@ def test_after_the_end_recalibrated_statistics_stay_and_are_the_same_on_all_work
 
 
 def late(strategy: str, faults: list[Any], **how: Any) -> tuple[pl.Result, list[Any]]:
-    """Train on data whose statistics are known; what each start and each step of a worker saw."""
+    """Train on data with known statistics; returns what each start and step of a worker saw."""
     seen: list[Any] = []
 
     def train(worker):
@@ -324,18 +326,18 @@ def assert_like_the_first(mine: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("strategy", TAKES_LATE)
-def test_a_late_worker_has_the_others_buffers_and_frozen_parameters(strategy):
+def test_a_late_joiner_has_the_others_buffers_and_frozen_parameters(strategy):
     result, seen = late(strategy, [join(rank=2).at(seconds=9.0)])
     assert result.joined_workers == 1
     (mean, mine), *_ = [(mean, mine) for rank, step, mean, mine in seen if (rank, step) == (2, 0)]
-    assert mean == pytest.approx(3 + (0 + 1 + 3) / 3, abs=0.5)  # by how far each has come
+    assert mean == pytest.approx(3 + (0 + 1 + 3) / 3, abs=0.5)  # weighted by the progress of each
     assert int(mine["norm.num_batches_tracked"]) >= 3 * 8
     assert_like_the_first(mine)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_started_again_has_the_others_buffers(strategy, rank):
+def test_a_restarted_worker_has_the_others_buffers(strategy, rank):
     result, seen = late(strategy, [kill(rank=rank).at(step=5)], max_restarts=1)
     assert (result.lost_workers, result.joined_workers) == (1, 1)
     starts = [(mean, mine) for who, step, mean, mine in seen if (who, step) == (rank, 0)]
@@ -350,10 +352,10 @@ def test_a_worker_that_was_left_behind_takes_the_others_buffers(strategy):
     _, seen = late(strategy, [freeze(rank=3, for_s=6.0).at(seconds=4.5)])
     means = [mean for rank, step, mean, _ in seen if rank == 3 and step]
     assert min(means) == pytest.approx(3 + (0 + 1 + 2) / 3, abs=0.5)
-    assert means.count(3.0 + 3) == 19  # its own, again and again, but for the one
+    assert means.count(3.0 + 3) == 19  # its own, except for one
 
 
-def test_a_late_worker_adds_only_what_it_has_counted_itself():
+def test_a_late_joiner_adds_only_what_it_has_counted_itself():
     counts = {}
 
     def train(worker):
@@ -377,7 +379,7 @@ def test_a_late_worker_adds_only_what_it_has_counted_itself():
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "easgd(sync=true)", "allreduce"])
 def test_a_loss_at_the_end_leaves_the_others_with_one_answer(strategy):
-    """A worker dies as it is about to hand in its buffers."""
+    """A worker dies just before it contributes its buffers."""
     ends = {}
 
     def train(worker):
@@ -415,7 +417,7 @@ def test_on_every_transport_workers_end_with_the_same_statistics(transport):
     assert len(ends) == 3 and len({end["digest"] for end in ends}) == 1
     assert {end["count"] for end in ends} == {sum(end["taken"] for end in ends)}
     assert {end["unlike"] for end in ends} == {True}
-    assert len({end["inside"] for end in ends}) == 1  # all stood still, and saw the same
+    assert len({end["inside"] for end in ends}) == 1  # all had the same parameters
 
 
 def test_a_killed_process_at_the_end_leaves_the_others_with_one_answer():
@@ -429,7 +431,7 @@ def test_a_killed_process_at_the_end_leaves_the_others_with_one_answer():
 # By itself ---------------------------------------------------------------------------------------
 
 
-def test_a_model_with_nothing_but_trained_parameters_has_no_rest():
+def test_a_model_with_only_trained_parameters_has_no_rest():
     net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     rest = Rest(net, {id(parameter) for parameter in net.parameters()})
     assert rest.is_empty and not rest.averaged

@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whoever takes it."""
+"""Every sample is taken once an epoch, by whichever worker."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_slow_worker_takes_fewer_from_the_queue():
 
 
 class _Alone(pl.Strategy):
-    """Every worker for itself."""
+    """Every worker trains alone."""
 
     synchronous = False
 
@@ -168,7 +168,7 @@ def test_drop_last_drops_for_everyone():
     assert sum(epoch_counts(seen, 0).values()) == 64
 
 
-def test_batches_of_the_users_own_are_dealt():
+def test_the_users_own_batches_are_dealt_out():
     own = [[0, 1, 2], [3], [4, 5, 6, 7, 8], [9, 10, 11]]
     seen, result = take(DataLoader(numbers(12), batch_sampler=_Own(own)), 2)
     assert [seen[0][0], seen[1][0]] == [[own[0], own[2]], [own[1], own[3]]]
@@ -186,7 +186,7 @@ def test_batches_of_unequal_size_go_to_one_worker_each(strategy):
 @pytest.mark.parametrize("data", SHARINGS)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_plain_batch_sampler_is_what_a_plain_loader_makes(data, drop_last):
-    """A rule of its own it has none."""
+    """It has no rule of its own."""
     shuffled = numbers(21)
     sampler = BatchSampler(RandomSampler(shuffled), 4, drop_last)
     own, _ = take(DataLoader(shuffled, batch_sampler=sampler), 2, data=data)
@@ -196,8 +196,8 @@ def test_a_plain_batch_sampler_is_what_a_plain_loader_makes(data, drop_last):
 
 @pytest.mark.parametrize("data", SHARINGS)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_distributed_sampler_gives_way_to_our_own_sharing(data, shuffle):
-    """It pads what is not divisible, and has a rank and a seed of its own: all that is not used."""
+def test_a_distributed_sampler_is_replaced_by_our_sharing(data, shuffle):
+    """Its padding, its rank and its seed are not used."""
 
     def loader(worker):
         sampler = DistributedSampler(
@@ -212,7 +212,7 @@ def test_a_distributed_sampler_gives_way_to_our_own_sharing(data, shuffle):
         assert epoch_counts(seen, epoch) == Counter(range(21))
 
 
-def test_another_sampler_that_shares_the_data_out_is_refused():
+def test_another_sampler_that_divides_the_data_is_refused():
     class Buckets(DistributedSampler):
         pass
 
@@ -225,7 +225,7 @@ def test_another_sampler_that_shares_the_data_out_is_refused():
 
 
 class Shuffling(Sampler):
-    """A sampler of the user's own, by some generator or another."""
+    """The user's own sampler, with one of several generators."""
 
     def __init__(self, shuffle):
         self._shuffle = shuffle
@@ -258,8 +258,8 @@ OWN_SAMPLERS = {
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
 @pytest.mark.parametrize("name", OWN_SAMPLERS)
-def test_what_a_sampler_draws_for_an_epoch_is_shared_by_all_workers(name, strategy):
-    """One draw of 16, and not one of each worker: also where somebody has asked for a length."""
+def test_the_draw_of_a_sampler_is_shared_by_all_workers(name, strategy):
+    """One draw of 16 for all workers, even if a worker asked for the length before."""
 
     def loader(worker):
         made = DataLoader(numbers(20), batch_size=3, sampler=OWN_SAMPLERS[name]())
@@ -279,7 +279,7 @@ def test_what_a_sampler_draws_for_an_epoch_is_shared_by_all_workers(name, strate
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
 def test_weights_are_those_of_all_that_is_drawn(strategy):
-    """The workers' shares of an epoch are one draw, so that nobody's weight is another's."""
+    """The workers' shares of an epoch are parts of one draw."""
     weights = [0.0] * 100 + [1.0] * 100 + [3.0] * 100
 
     def loader(worker):
@@ -388,7 +388,7 @@ def test_what_cannot_be_shared_is_refused(loader, how, message):
 @pytest.mark.parametrize("ahead", [{}, {"num_workers": 1}])
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_a_worker_had_drawn_before_it_was_left_behind_counts_once(ahead, every):
-    """It had batches in hand, and where it makes a step of two, a gradient that was not sent."""
+    """It had drawn batches and, with two batches a step, an unsent gradient."""
     taken = []
 
     def train(worker):
@@ -420,38 +420,44 @@ def test_what_a_worker_had_drawn_before_it_was_left_behind_counts_once(ahead, ev
 # Looks -------------------------------------------------------------------------------------------
 
 
-def look(loader):
+def preview(loader):
     next(iter(loader))
 
 
-def look_without_gradients(loader):
+def preview_without_gradients(loader):
     with torch.no_grad():
         next(iter(loader))
 
 
-def look_at_some(loader):
+def preview_some(loader):
     for number, _ in enumerate(loader):
         if number == 2:
             break
 
 
-def look_twice(loader):
-    look(loader), look(loader)
+def preview_twice(loader):
+    preview(loader), preview(loader)
 
 
 kept = []
 
 
-def look_and_keep_the_iterator(loader):
+def preview_and_keep_the_iterator(loader):
     kept.append(iter(loader))
     next(kept[-1])
 
 
-LOOKS = [look, look_without_gradients, look_at_some, look_twice, look_and_keep_the_iterator]
+LOOKS = [
+    preview,
+    preview_without_gradients,
+    preview_some,
+    preview_twice,
+    preview_and_keep_the_iterator,
+]
 
 
-def train_with_looks(data, looks, strategy="allreduce", make=None, **how):
-    """What the workers saw in each epoch, and the model's weight in the end."""
+def train_with_previews(data, previews, strategy="allreduce", make=None, **how):
+    """What the workers saw in each epoch, and the final weight of the model."""
     seen, ends = {0: Counter(), 1: Counter()}, {}
     make = make or (lambda: DataLoader(numbers(44), batch_size=4, shuffle=True))
 
@@ -461,17 +467,17 @@ def train_with_looks(data, looks, strategy="allreduce", make=None, **how):
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=1e-4))
         loader = worker.setup_dataloaders(make(), data=data)
         for epoch in range(2):
-            if looks is not None and worker.rank == 0:
-                looks(loader)
-                assert loader.epoch == epoch or looks is look_and_keep_the_iterator
+            if previews is not None and worker.rank == 0:
+                previews(loader)
+                assert loader.epoch == epoch or previews is preview_and_keep_the_iterator
             for batch in loader:
                 x = batch[0] if isinstance(batch, list) else batch
                 seen[epoch].update(int(i) for i in x.view(-1))
                 sgd.zero_grad()
                 net(x).square().sum().backward()
                 sgd.step()
-        if looks is not None and worker.rank == 0:
-            looks(loader)
+        if previews is not None and worker.rank == 0:
+            previews(loader)
         worker.finish()
         ends[worker.rank] = net.weight.item()
 
@@ -480,18 +486,18 @@ def train_with_looks(data, looks, strategy="allreduce", make=None, **how):
 
 
 @pytest.mark.parametrize("data", SHARINGS)
-@pytest.mark.parametrize("looks", LOOKS)
-def test_a_look_at_a_loader_is_as_if_it_had_not_been(looks, data):
-    """On one rank, and with batches that weigh what they have: the same bits in the end."""
+@pytest.mark.parametrize("previews", LOOKS)
+def test_a_preview_of_a_loader_has_no_effect(previews, data):
+    """On one rank, with batches of unequal size: the same bits at the end."""
     strategy = "allreduce" if data == "shard" else "gossip"
-    plain, ends, without = train_with_looks(data, None, strategy)
-    seen, with_looks, result = train_with_looks(data, looks, strategy)
+    plain, ends, without = train_with_previews(data, None, strategy)
+    seen, with_previews, result = train_with_previews(data, previews, strategy)
     assert seen == plain == {0: Counter(range(44)), 1: Counter(range(44))}
     assert (result.steps, result.samples) == (without.steps, without.samples)
-    assert data != "shard" or with_looks == ends
+    assert data != "shard" or with_previews == ends
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("previews", LOOKS)
 @pytest.mark.parametrize(
     "make",
     [
@@ -500,12 +506,12 @@ def test_a_look_at_a_loader_is_as_if_it_had_not_been(looks, data):
     ],
     ids=["stream", "process"],
 )
-def test_a_look_at_a_queue_leaves_every_batch_to_be_taken(looks, make):
-    seen, _, _ = train_with_looks("queue", looks, "gossip", make)
+def test_a_preview_of_a_queue_leaves_every_batch_to_be_taken(previews, make):
+    seen, _, _ = train_with_previews("queue", previews, "gossip", make)
     assert seen == {0: Counter(range(44)), 1: Counter(range(44))}
 
 
-def test_what_was_looked_at_before_its_worker_was_left_behind_is_taken_once():
+def test_batches_previewed_before_their_worker_was_left_behind_are_taken_once():
     seen = Counter()
 
     def train(worker):
@@ -513,7 +519,7 @@ def test_what_was_looked_at_before_its_worker_was_left_behind_is_taken_once():
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
         one, other = worker.setup_dataloaders(*(DataLoader(numbers(240), 4) for _ in range(2)))
         if worker.rank == 0:
-            look(other)
+            preview(other)
         for loader in (one, other):
             for (x,) in loader:
                 net(x).sum().backward()
@@ -528,7 +534,7 @@ def test_what_was_looked_at_before_its_worker_was_left_behind_is_taken_once():
 
 @pytest.mark.parametrize("data", SHARINGS)
 def test_a_loop_that_is_left_after_a_step_has_had_its_epoch(data):
-    """What it had drawn for no step weighs nothing in the next one."""
+    """Batches that it drew for no step have no weight in the next one."""
     seen = {}
 
     def train(worker):
@@ -554,8 +560,8 @@ def test_a_loop_that_is_left_after_a_step_has_had_its_epoch(data):
 
 
 @pytest.mark.parametrize("data", ["shard", "static"])
-def test_a_batch_drawn_anew_for_every_step_is_used(data):
-    """As in plain torch, each is of another shuffle; it weighs, beside that of the loop."""
+def test_a_batch_drawn_for_every_step_is_used(data):
+    """As in plain torch, each is from another shuffle; it counts together with the loop's."""
     seen = {}
 
     def train(worker):
@@ -606,7 +612,7 @@ def test_a_loop_inside_a_loop_over_the_same_loader_is_refused():
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
         loader = worker.setup_dataloaders(DataLoader(numbers(40), 4))
         for (x,) in loader:
-            look(loader)
+            preview(loader)
             net(x).sum().backward()
             sgd.step()
 
@@ -614,11 +620,11 @@ def test_a_loop_inside_a_loop_over_the_same_loader_is_refused():
         pl.simulate(train, workers=2, cluster="ideal")
 
 
-def test_a_look_alone_is_no_training():
+def test_a_preview_alone_is_no_training():
     def train(worker):
         net = nn.Linear(1, 1)
         worker.setup(net, SGD(net.parameters(), lr=0.0))
-        look(worker.setup_dataloaders(DataLoader(numbers(40), 4)))
+        preview(worker.setup_dataloaders(DataLoader(numbers(40), 4)))
 
     assert pl.simulate(train, workers=2, cluster="ideal").steps == 0
 
@@ -626,7 +632,7 @@ def test_a_look_alone_is_no_training():
 # Losses ------------------------------------------------------------------------------------------
 
 
-def survive(strategy, kill_at, epochs, looks=False):
+def survive(strategy, kill_at, epochs, previews=False):
     """How often survivors took each sample when rank 1 of 4 is killed, and the result.
 
     15 steps an epoch, with a look of rank 0 before each, if asked for.
@@ -638,8 +644,8 @@ def survive(strategy, kill_at, epochs, looks=False):
         net, sgd = worker.setup(net, SGD(net.parameters(), lr=0.0))
         loader = worker.setup_dataloaders(DataLoader(numbers(240), batch_size=4, shuffle=True))
         for _ in range(epochs):
-            if looks and worker.rank == 0:
-                look(loader)
+            if previews and worker.rank == 0:
+                preview(loader)
             for (x,) in loader:
                 net(x).sum().backward()
                 sgd.step()
@@ -652,10 +658,12 @@ def survive(strategy, kill_at, epochs, looks=False):
 
 @pytest.mark.parametrize("method", ["sasgd", "diloco"])
 @pytest.mark.parametrize(("kill_at", "interval"), [(3, 20), (14, 20), (17, 20), (19, 20), (3, 15)])
-@pytest.mark.parametrize("looks", [False, True])
-def test_what_a_lost_worker_had_in_an_epoch_before_comes_again(method, kill_at, interval, looks):
-    """It was never met, so all that it had since the beginning was lost with it."""
-    taken, result = survive(f"{method}(interval={interval})", kill_at, epochs=2, looks=looks)
+@pytest.mark.parametrize("previews", [False, True])
+def test_what_a_lost_worker_had_in_an_earlier_epoch_comes_again(
+    method, kill_at, interval, previews
+):
+    """There was no collective with it, so all its batches since the start were lost."""
+    taken, result = survive(f"{method}(interval={interval})", kill_at, epochs=2, previews=previews)
     assert taken == Counter(dict.fromkeys(range(240), 2))
     assert result.lost_batches == 0
 
@@ -664,7 +672,7 @@ def test_what_a_lost_worker_had_in_an_epoch_before_comes_again(method, kill_at, 
 @pytest.mark.parametrize(
     ("kill_at", "interval", "since"), [(3, 500, 0), (17, 500, 0), (28, 20, 20)]
 )
-def test_what_is_lost_after_the_last_meeting_is_counted(method, kill_at, interval, since):
+def test_batches_lost_after_the_last_collective_are_counted(method, kill_at, interval, since):
     taken, result = survive(f"{method}(interval={interval})", kill_at, epochs=2)
     unseen = 2 * 240 - taken.total() - 4 * since
     assert result.lost_batches == 30 - since and unseen == 4 * result.lost_batches

@@ -1,4 +1,4 @@
-"""The optimizer that the user holds is a torch optimizer in every respect."""
+"""The user's optimizer is a torch optimizer in every respect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import paceline as pl
 
 
 def on_two_workers(body, strategy="allreduce", workers=2):
-    """Run ``body(worker, net, optimizer)`` on virtual workers; return what each gave."""
+    """Run ``body(worker, net, optimizer)`` on virtual workers; return what each returned."""
     given = {}
 
     def train(worker):
@@ -121,7 +121,7 @@ def test_clipping_is_after_the_reduction():
         paced.step()
         first = net.weight.detach().clone()
         backward(net, 0.0)
-        paced.step()  # asked for once, done once
+        paced.step()  # clipping is requested once, and done once
         return float((1 - first).norm())
 
     assert on_two_workers(body)[0] == pytest.approx(0.5, abs=1e-5)
@@ -180,7 +180,7 @@ def test_lbfgs_is_refused():
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_of_the_optimizer_that_setup_was_given_is_refused_at_once(strategy, workers, scaled):
+def test_a_step_of_the_original_optimizer_is_refused_at_once(strategy, workers, scaled):
     def body(worker, net, paced, inner):
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         scaler.scale(net(torch.ones(1, 2)).sum()).backward()
@@ -191,7 +191,7 @@ def test_a_step_of_the_optimizer_that_setup_was_given_is_refused_at_once(strateg
         on_two_workers(body, strategy, workers)
 
 
-def test_after_the_end_the_users_optimizer_is_the_users_own():
+def test_after_the_end_the_users_optimizer_works_again():
     def body(worker, net, paced, inner):
         backward(net)
         paced.step()

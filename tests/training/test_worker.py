@@ -1,4 +1,4 @@
-"""The worker's verbs, on virtual workers."""
+"""The methods of ``Worker``, on virtual workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(worker, net=None, lr=0.5):
     return worker.setup(net, SGD(net.parameters(), lr=lr))
 
 
-def test_everyone_starts_with_rank_0s_parameters_and_buffers():
+def test_all_workers_start_with_rank_0s_parameters_and_buffers():
     seen = {}
 
     def train(worker):
@@ -60,7 +60,7 @@ def test_the_model_keeps_its_names_and_can_be_copied_and_saved():
 
 @dataclass(kw_only=True)
 class Deferring(pl.Strategy):
-    """Updates at the next read of the parameters, with the gradient of the step before."""
+    """Updates when the parameters are next read, with the gradient of the step before."""
 
     defers = True
 
@@ -137,7 +137,7 @@ def test_a_deferred_update_is_settled_before_parameters_are_read(read):
 
 @dataclass(kw_only=True)
 class Centered(pl.Strategy):
-    """Answers with something else than the replica."""
+    """A method whose answer is not the replica."""
 
     def step(self, x, g):
         self.local_update(g)
@@ -146,7 +146,7 @@ class Centered(pl.Strategy):
         return x * 0
 
 
-def test_answer_is_put_in_and_taken_out_again():
+def test_the_answer_replaces_the_parameters_only_inside_the_block():
     def train(worker):
         net, paced = make(worker)
         before = net.weight.detach().clone()
@@ -165,7 +165,7 @@ def test_answer_is_put_in_and_taken_out_again():
 
 @dataclass(kw_only=True)
 class OneServer(pl.Strategy):
-    """Workers post gradients to a server, and take its parameters from a send."""
+    """Workers post gradients to a server, and receive its parameters."""
 
     synchronous = False
 
@@ -194,7 +194,7 @@ def server_training(worker):
     worker.log(weight=net.weight[0, 0].item(), seen=worker.size)
 
 
-def test_a_rank_that_is_no_worker_serves_and_ends():
+def test_a_server_serves_and_ends():
     result = simulate(server_training, 3, strategy=OneServer())
     assert [record["seen"] for record in result.metrics] == [3, 3, 3]
     assert min(record["weight"] for record in result.metrics) == pytest.approx(1 - 0.9)
@@ -247,7 +247,7 @@ def test_log_takes_numbers_and_texts():
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=3)", "sasgd(global_lr=0.1)"])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
-def test_save_and_load_go_on_as_if_nothing_happened(tmp_path, strategy, optimizer):
+def test_a_run_continues_after_save_and_load_as_if_nothing_happened(tmp_path, strategy, optimizer):
     ends = {}
 
     def steps(worker, net, paced, first, last):
@@ -282,7 +282,7 @@ def load_inside_of_answer(worker, net):
         net.load_state_dict(nn.Linear(2, 1).state_dict())
 
 
-def test_nothing_hangs_on_a_model_after_the_end():
+def test_no_hooks_remain_on_a_model_after_the_end():
     def train(worker):
         net = nn.Sequential(nn.Linear(2, 1))
         make(worker, net)
@@ -315,7 +315,7 @@ def test_nothing_hangs_on_a_model_after_the_end():
         ),
     ],
 )
-def test_misuse_is_told(use, message):
+def test_misuse_is_refused_with_a_message(use, message):
     with pytest.raises(pl.UsageError, match=message):
         simulate(lambda worker: use(worker, nn.Linear(2, 1)), 2)
 
@@ -350,7 +350,7 @@ def test_real_workers_and_a_plain_script_say_that_no_step_was_made():
         train_with_another_optimizer(worker)
 
 
-def test_to_evaluate_needs_no_step():
+def test_evaluation_needs_no_step():
     def train(worker):
         net, _ = make(worker)
         with torch.no_grad():
@@ -364,8 +364,8 @@ def test_to_evaluate_needs_no_step():
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
-def test_a_worker_without_a_step_is_no_failure_where_others_have_made_some(strategy):
-    """It had too few batches to make a whole one of those that it adds up."""
+def test_a_worker_without_a_step_is_no_failure_if_others_have_made_some(strategy):
+    """It had too few batches for one accumulated step."""
 
     def train(worker):
         net, sgd = make(worker)
@@ -430,7 +430,7 @@ def test_a_reduction_that_checkpoints_could_wait_for_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-def test_one_worker_stops_all_and_every_method_comes_to_its_end(strategy):
+def test_one_worker_stops_all_and_every_method_finishes(strategy):
     steps, ends, after = {}, {}, []
     data = TensorDataset(torch.ones(600, 2))
 

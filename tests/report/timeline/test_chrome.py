@@ -1,4 +1,4 @@
-"""The file that Perfetto opens, held against the trace-event format; and the picture."""
+"""The file for Perfetto, checked against the trace-event format; and the picture."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def outcome(paceline, runs):
 
 
 def events_of(path):
-    """The events of a file that keeps to the format."""
+    """The events of a file, after checking its format."""
     raw = Path(path).read_bytes()
     trace = json.loads(gzip.decompress(raw) if str(path).endswith(".gz") else raw)
     assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
@@ -139,7 +139,7 @@ def test_each_rank_is_a_process_with_a_lane_for_each_kind_of_time(outcome):
     assert lanes["rank 3 (serves)"] == {"wait", "send", "receive"}
 
 
-def test_two_runs_stand_in_turns_and_begin_with_the_same_gradient(outcome, runs):
+def test_two_runs_alternate_and_start_with_the_same_gradient(outcome, runs):
     events = events_of(outcome("sync", "gossip", more=["--out", "both.json"])["path"])
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert [names[pid] for pid in sorted(names)] == [
@@ -164,7 +164,7 @@ def test_what_was_logged_is_a_counter(outcome, runs):
     assert sorted(counted) == sorted(record["loss"] for record in logged)
 
 
-def test_the_seconds_told_are_those_of_the_slices(outcome):
+def test_the_reported_seconds_are_those_of_the_slices(outcome):
     output = outcome("served")
     slices = defaultdict(float)
     events = events_of(output["path"])
@@ -190,7 +190,7 @@ def test_a_part_of_the_time_can_be_shown_and_packed(outcome):
         assert sum(row["seconds"].values()) == pytest.approx(0.01, rel=1e-6)
 
 
-def test_a_run_into_the_same_folder_takes_the_timeline_away(outcome, runs, tmp_path):
+def test_a_run_into_the_same_folder_removes_the_timeline(outcome, runs, tmp_path):
     pl.simulate(train, workers=2, out=tmp_path / "again")
     outcome(tmp_path / "again")
     assert (tmp_path / "again/timeline.json").exists()
@@ -198,7 +198,7 @@ def test_a_run_into_the_same_folder_takes_the_timeline_away(outcome, runs, tmp_p
     assert not (tmp_path / "again/timeline.json").exists()
 
 
-def test_people_are_told_where_the_time_went(paceline, runs):
+def test_the_output_shows_how_the_time_was_spent(paceline, runs):
     done = paceline("timeline", runs / "served", "--svg", "picture.svg")
     assert re.search(r"simulated rank 3 \(serves\) +0.0 ms +[\d.]+ m?s", done.out)
     assert "timeline.json" in done.out and "picture.svg" in done.out
@@ -247,7 +247,7 @@ def test_a_bad_option_is_refused_in_a_sentence(more, why, paceline, runs):
 
 
 def drawn(path):
-    """The texts of a picture, and its bars by colour: left, top, width."""
+    """The texts of a picture, and its bars by color: left, top, width."""
     root = ElementTree.parse(path).getroot()
     space = "{http://www.w3.org/2000/svg}"
     texts = ["".join(text.itertext()) for text in root.iter(f"{space}text")]

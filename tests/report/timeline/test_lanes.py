@@ -1,4 +1,4 @@
-"""Where a rank's time went: no moment is missing, none is counted twice, each has its kind."""
+"""How a rank spent its time: no moment is missing, none is counted twice, each has its kind."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def seconds_of(traced):
 
 
 def assert_follow_each_other(spans, within_s=1e-8):
-    """From the first to the last without a gap, and without going back."""
+    """Spans follow each other without gaps or overlaps."""
     for one, next_one in pairwise(spans):
         assert one.end_s >= one.start_s
         assert next_one.start_s == pytest.approx(one.end_s, abs=within_s)
@@ -107,7 +107,7 @@ def test_the_time_before_the_last_to_arrive_is_waiting_the_rest_is_receiving(tmp
     assert seconds[0][WAIT] == pytest.approx(0.2 * steps)
     assert seconds[1][COMPUTE] == pytest.approx(0.3 * steps)
     assert seconds[1][WAIT] == 0
-    for mine in seconds.values():  # there and back, over two ranks; once to agree on weights
+    for mine in seconds.values():  # both ways, over two ranks; once to agree on weights
         assert mine[RECEIVE] == pytest.approx(2 * 0.01 * (steps + 1))
         assert mine[SEND] == mine[APPLY] == mine[IO] == 0
 
@@ -134,7 +134,7 @@ def test_a_message_is_waited_for_until_it_is_sent_then_received(tmp_path):
 
 
 def pl_net(worker):
-    """Make a step with an own model, so that there is a timeline."""
+    """Make a step with a small model, so that there is a timeline."""
     import torch
 
     net = torch.nn.Linear(3, 1)
@@ -168,7 +168,7 @@ def test_loading_is_io_and_evaluation_is_computing(tmp_path):
 
 @dataclass(kw_only=True)
 class Thoughtful(AllReduce):
-    """Its updates take time."""
+    """All-reduce whose updates take time."""
 
     def step(self, x, g):
         super().step(x, g)
@@ -210,7 +210,7 @@ def test_a_step_lasts_from_the_one_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "gossip(mode=push)", "easgd", "layered"])
-def test_every_message_that_was_taken_is_told_once(strategy, tmp_path):
+def test_every_received_message_appears_once(strategy, tmp_path):
     _, traced = simulated(tmp_path, strategy=strategy)
     records = list(read(tmp_path / "trace.jsonl"))
     taken = [r for r in records if r["event"] == "recv" or (r["event"] == "peek" and r["version"])]
@@ -219,8 +219,8 @@ def test_every_message_that_was_taken_is_told_once(strategy, tmp_path):
     assert messages and all(m.sent_s <= m.taken_s for m in messages)
 
 
-def test_a_message_taken_before_its_sender_wrote_it_down_is_told_all_the_same(tmp_path):
-    """In real runs a receiver may be sooner than the sender's record."""
+def test_a_message_received_before_its_sender_recorded_it_still_appears(tmp_path):
+    """In real runs the receiver's record may be older than the sender's."""
     _, traced = simulated(tmp_path, strategy="easgd", workers=2, cluster="one-server")
     before = sorted(item for item in traced.items() if isinstance(item, Message))
     records = list(read(tmp_path / "trace.jsonl"))
@@ -281,8 +281,8 @@ def test_a_trace_without_durations_is_replayed_but_has_no_timeline(real, tmp_pat
         TracedRun(old)
 
 
-def test_the_traces_of_another_launchers_ranks_are_put_together(tmp_path):
-    """Each of them has its own clock, and there is no trace of all."""
+def test_the_traces_of_another_launchers_ranks_are_merged(tmp_path):
+    """Each rank has its own clock and its own trace."""
     _, whole = simulated(tmp_path / "whole", workers=3)
     parts = tmp_path / "parts"
     parts.mkdir()
