@@ -168,7 +168,7 @@ def test_the_trace_of_a_killed_rank_lacks_only_the_last_moments(tmp_path):
 def test_a_line_that_was_cut_off_before_the_next_incarnation_is_skipped(tmp_path, kept):
     path = tmp_path / "trace.0.jsonl"
     for incarnation in range(2):
-        trace = Trace(path, goes_on=incarnation > 0)
+        trace = Trace(path, append=incarnation > 0)
         trace.record(float(incarnation), 0, "batch")
         trace.record(incarnation + 0.5, 0, "step")
         trace.close()

@@ -38,15 +38,15 @@ class Lines:
     Args:
         path: the file.
         on_failure: called once with the reason, when the disk fails.
-        goes_on: whether to append to an existing file.
+        append: whether to append to an existing file.
     """
 
-    def __init__(self, path: Path, on_failure: Callable[[str], None], goes_on: bool = False):
+    def __init__(self, path: Path, on_failure: Callable[[str], None], append: bool = False):
         self._path, self._on_failure = path, on_failure
         self._file: TextIO | None = None
         self._bytes = 0
         try:
-            self._file = open_private(path, "a" if goes_on else "w")
+            self._file = open_private(path, "a" if append else "w")
             self._bytes = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             self.give_up(reason_of(error))

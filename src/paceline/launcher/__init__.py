@@ -1,1 +1,1 @@
-"""How a run starts, goes on, and ends: real processes and simulated ones."""
+"""Start, supervise and end runs, in real processes and simulated."""

@@ -147,7 +147,7 @@ def train_rank(transport: Transport, channel: Channel, argument: Message) -> Mes
     files = RankFiles(
         argument["out"],
         transport.rank,
-        goes_on=transport.late,
+        append=transport.late,
         trace=argument["trace"],
         on_no_trace=lambda text: channel.send({"kind": "no_trace", "record": {"reason": text}}),
     )

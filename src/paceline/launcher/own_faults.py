@@ -30,8 +30,8 @@ class OwnFaults:
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._before_end = before_end
-        mine = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
-        self._faults = [] if transport.late else mine
+        own = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
+        self._faults = [] if transport.late else own
         self._transport, self._channel = transport, channel
         self._ended_s = transport.now()
         self._slow_since: dict[Fault, float] = {}

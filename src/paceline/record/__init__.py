@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, its trace, its result."""
+"""The record of a run: its folder, its trace, its result."""

@@ -106,7 +106,7 @@ class RunFolder:
 class RankFiles:
     """What a rank's own process writes into the folder of a run, if there is one.
 
-    With ``goes_on``, it appends to the files of the rank's earlier process. ``on_no_trace`` is
+    With ``append``, it continues the files of the rank's earlier process. ``on_no_trace`` is
     called with the reason if the trace cannot be written.
     """
 
@@ -115,7 +115,7 @@ class RankFiles:
         out: str | PathLike[str] | None,
         rank: int,
         *,
-        goes_on: bool = False,
+        append: bool = False,
         trace: bool = True,
         on_no_trace: Callable[[str], None] | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class RankFiles:
             make_folder(self._path)
             path = rank_trace(self._path, rank)
             if trace:
-                self.trace = Trace(path, goes_on=goes_on, on_failure=on_no_trace)
+                self.trace = Trace(path, append=append, on_failure=on_no_trace)
             else:
                 path.unlink(missing_ok=True)
 

@@ -92,7 +92,7 @@ class Result:
         bytes_sent: payload that strategies handed to Comm, summed over ranks.
         wire_bytes: bytes that this put on the simulated links; None for a real run.
         wait_share: waiting / (waiting + compute + loading), mean over workers.
-        staleness_mean: 0 for synchronous methods, None where the method has none.
+        staleness_mean: 0 for synchronous methods, None if the method has none.
         consensus_distance: the distance between the workers' models just before the end.
         trace_hash: fingerprint of a simulated run; None for a real one.
         as_model: the model whose sizes and times the simulation used; None: its own.
@@ -239,10 +239,10 @@ class RunRecorder:
         **facts: Any,
     ) -> Result:
         """Combine the summaries of all ranks and other ``facts`` of a run that ``began_s``."""
-        mine = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
-        last = max(mine, key=lambda s: s.last_step_s, default=None)
-        consensus = [s.consensus for s in mine if s.consensus is not None]
-        rates = [s.samples_per_s for s in mine if s.samples_per_s is not None]
+        own = sorted((s for s in summaries if s.rank < workers), key=lambda s: s.rank)
+        last = max(own, key=lambda s: s.last_step_s, default=None)
+        consensus = [s.consensus for s in own if s.consensus is not None]
+        rates = [s.samples_per_s for s in own if s.samples_per_s is not None]
         known = {
             "virtual_seconds": None,
             "wire_bytes": None,
@@ -254,28 +254,28 @@ class RunRecorder:
         result = Result(
             strategy=strategy,
             workers=workers,
-            steps=round(sum(summary.steps for summary in mine)),
-            samples=round(sum(summary.samples for summary in mine)),
+            steps=round(sum(summary.steps for summary in own)),
+            samples=round(sum(summary.samples for summary in own)),
             loss=self._last("loss"),
             accuracy=self._last("accuracy"),
-            seconds=max((s.last_wall_s - s.first_wall_s for s in mine), default=0.0),
-            startup_seconds=max(0.0, mine[0].first_wall_s - began_s) if mine else 0.0,
+            seconds=max((s.last_wall_s - s.first_wall_s for s in own), default=0.0),
+            startup_seconds=max(0.0, own[0].first_wall_s - began_s) if own else 0.0,
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
             lost_batches=round(last.batches_lost) if last is not None else 0,
             dropped_updates=round(sum(summary.dropped for summary in summaries)),
-            diverged=bool(mine) and all(summary.set_aside for summary in mine),
-            wait_share=sum(s.wait_share for s in mine) / len(mine) if mine else 0.0,
+            diverged=bool(own) and all(summary.set_aside for summary in own),
+            wait_share=sum(s.wait_share for s in own) / len(own) if own else 0.0,
             consensus_distance=consensus[0] if consensus else None,
             metrics=[_with_totals(record, summaries) for record in self.metrics],
-            first_step_s=min((summary.first_step_s for summary in mine), default=0.0),
-            worker_seconds=[summary.seconds for summary in mine],
-            lr=mine[0].lr if mine else None,
-            batch_size=round(mine[0].batch_size) if mine else None,
-            epoch_samples=mine[0].epoch_samples if mine else None,
+            first_step_s=min((summary.first_step_s for summary in own), default=0.0),
+            worker_seconds=[summary.seconds for summary in own],
+            lr=own[0].lr if own else None,
+            batch_size=round(own[0].batch_size) if own else None,
+            epoch_samples=own[0].epoch_samples if own else None,
             events=sorted(self.events, key=lambda event: event["t"]),
             model_error=next((s.model_error for s in summaries if s.model_error), None),
-            **{**known, **_staleness(summaries, mine, 0 if synchronous else None), **facts},
+            **{**known, **_staleness(summaries, own, 0 if synchronous else None), **facts},
         )
         if self.folder is not None:
             write_result(self.folder.path, vars(result))

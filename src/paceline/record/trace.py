@@ -40,7 +40,7 @@ class Trace:
         path: the file.
         clock: a lower bound for the times of all later records; records ahead of it are held back
             and sorted. None: records come in order.
-        goes_on: whether to append to an existing file.
+        append: whether to append to an existing file.
         on_failure: called with the reason if the disk is full or fails. The file is then removed:
             an incomplete trace is of no use, and the model and checkpoints need the space.
     """
@@ -49,15 +49,15 @@ class Trace:
         self,
         path: Path | None = None,
         clock: Callable[[], float] | None = None,
-        goes_on: bool = False,
+        append: bool = False,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         self._clock, self._path, self._on_failure = clock, path, on_failure
         self._file: Lines | None = None
         self._given_up = False
         if path is not None:
-            self._file = Lines(path, self._fail, goes_on)
-        if self._file is not None and goes_on:
+            self._file = Lines(path, self._fail, append)
+        if self._file is not None and append:
             self._file.add("\n")  # the last line of the earlier process may be incomplete
         self._digest = hashlib.sha256()
         self._records: list[Record] = []

@@ -1,1 +1,1 @@
-"""What the user's training loop touches."""
+"""The objects that the user's training loop uses."""

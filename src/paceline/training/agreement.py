@@ -81,8 +81,8 @@ def _difference(comm: Comm, facts: Sequence[str]) -> str:
     differs[comm.rank] = unequal is not None
     comm.all_reduce(differs)
     differing = int(differs.argmax())
-    theirs, mine = unequal or ("", "")
-    text = f"{theirs} on rank {comm.members[0]}, {mine} on rank {comm.members[differing]}"
+    theirs, ours = unequal or ("", "")
+    text = f"{theirs} on rank {comm.members[0]}, {ours} on rank {comm.members[differing]}"
     return _broadcast_text(comm, text, differing)
 
 

@@ -1,4 +1,4 @@
-"""Who hears what happens on a rank: each protocol is given to whoever calls it, at its making."""
+"""Listeners for events on a rank; each is passed to the constructor of the object that calls it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears what a rank tells the run; here, nobody does."""
+    """Receives what a rank reports to its run; this base class ignores it."""
 
     def metric(self, record: Metric) -> None:
-        """Hear of a record of ``worker.log``."""
+        """A record of ``worker.log``."""
 
     def progress(self, record: Metric) -> None:
-        """Hear how far a worker is, a few times a second."""
+        """The progress of a worker, a few times a second."""
 
     def event(self, record: Metric) -> None:
-        """Hear of something that happened to a rank."""
+        """Something happened to a rank."""
 
     def ready(self) -> None:
-        """Hear that this rank has its state, and begins."""
+        """This rank has completed its setup."""
 
 
 class StepListener(Protocol):
-    """Hears of the steps of a worker, and takes part in them."""
+    """Is called around the steps of a worker, and takes part in them."""
 
     @property
     def may_return(self) -> bool:
         """Whether the worker may rejoin after it was left behind."""
 
     def step_asked(self) -> None:
-        """Hear that ``optimizer.step()`` was called."""
+        """``optimizer.step()`` was called."""
 
     def step_skipped(self) -> None:
-        """Hear that the step lies before the checkpoint that the run goes on from."""
+        """The step was skipped: it is before the checkpoint that the run resumes from."""
 
     def before_step(self) -> None:
-        """Hear that a step is made; may refuse it."""
+        """A step is about to be made; may refuse it."""
 
     def after_step(self) -> None:
-        """Hear that a step was made."""
+        """A step was made."""
 
     def rejoin(self, x: Tensor) -> None:
-        """Take the state of the others, after the worker was left behind."""
+        """Take over the state of the others, after the worker was left behind."""
 
     def has_returned(self) -> None:
-        """Hear that the worker was left behind, and is a member again."""
+        """The worker was left behind, and is a member again."""

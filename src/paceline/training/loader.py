@@ -49,13 +49,13 @@ def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
     >>> global_batches(100, 8, 4), global_batches(66, 8, 4), global_batches(5, 1, 4)
     ([32, 32, 32, 4], [32, 17, 17], [5])
     """
-    whole = batch_size * workers
-    full, rest = divmod(samples, whole)
-    if rest == 0 or rest >= workers or full == 0:
-        return [whole] * full + ([rest] if rest else [])
-    tail = whole + rest
+    size = batch_size * workers
+    full, remainder = divmod(samples, size)
+    if remainder == 0 or remainder >= workers or full == 0:
+        return [size] * full + ([remainder] if remainder else [])
+    tail = size + remainder
     parts = 2 if tail >= 2 * workers else 1
-    return [whole] * (full - 1) + [tail // parts + (i < tail % parts) for i in range(parts)]
+    return [size] * (full - 1) + [tail // parts + (i < tail % parts) for i in range(parts)]
 
 
 def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> list[Indices]:

@@ -1,4 +1,4 @@
-"""The optimizer that the user holds: it charges time, calls the strategy, and nothing else."""
+"""The optimizer that ``worker.setup`` returns: it passes each step on to the stepper."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PacedOptimizer(Optimizer):
     inner: Optimizer
     _stepper: Stepper
     _step_supports_amp_scaling = True
-    """A scaler hands its findings over instead of skipping a step: ranks agree on them."""
+    """A scaler passes on what it found instead of skipping a step, so that ranks can agree."""
 
     def __init__(self, inner: Optimizer, stepper: Stepper) -> None:
-        # Optimizer.__init__ would copy the groups; __setstate__ makes its hooks and no more.
+        # Optimizer.__init__ would copy the groups; __setstate__ only makes the hooks.
         super().__setstate__({"inner": inner, "_stepper": stepper})
 
     @property
@@ -84,9 +84,9 @@ class PacedOptimizer(Optimizer):
         return f"Paced{self.inner!r}"
 
     def _take_overflow(self) -> bool:
-        """Undo a gradient scaler's scale, and say whether it found an infinite gradient.
+        """Undo a gradient scaler's scale; returns whether it found an infinite gradient.
 
-        A scaler leaves both as attributes for the time of the step.
+        During a step a scaler sets both as attributes.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
