@@ -47,8 +47,8 @@ def begin_with_token_checks(stepper: Any, samples: int) -> float:
     for _ in range(CHECKS):
         stepper._transport.compute(seconds / CHECKS)
         if strategy.pending:
-            strategy._look_for_token()
-        if strategy.pending and strategy.token is not None:
+            strategy.seat.look()
+        if strategy.pending and strategy.seat.has_token:
             strategy._take_turn(stepper.replica.flat.x, last=False)
     charged_s: float = stepper._transport.meter.charged_s
     return charged_s
