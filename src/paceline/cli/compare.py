@@ -29,7 +29,7 @@ from paceline.strategies import STRATEGIES, make_strategy
 from paceline.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from paceline.lab.trials import Outcome, Trial
+    from paceline.lab.trials import Trial, TrialOutcome
     from paceline.record.result import Result
     from paceline.sim.cluster import Cluster
 
@@ -60,7 +60,7 @@ class Case:
 class AllRunsFailed(PacelineError):
     """Every run of a comparison failed; the error and exit code are those of the first."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: TrialOutcome) -> None:
         super().__init__(outcome.error)
         self.exit_code = outcome.exit_code
 
@@ -101,7 +101,7 @@ class Comparison:
 
     # Making the runs -----------------------------------------------------------------------------
 
-    def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
+    def _simulate(self, screen: Screen, cases: Sequence[Case]) -> list[TrialOutcome]:
         """Simulate all cases on all cores; those with many workers first, they take longest."""
         from paceline.lab.trials import OutcomeCache, run_trials
 
@@ -133,9 +133,9 @@ class Comparison:
             train=self.task.reference,
         )
 
-    def _run(self, screen: Screen, cases: Sequence[Case]) -> list[Outcome]:
+    def _run(self, screen: Screen, cases: Sequence[Case]) -> list[TrialOutcome]:
         """Run the cases in real processes, one at a time: each gets the whole machine."""
-        from paceline.lab.trials import Outcome, OutcomeCache
+        from paceline.lab.trials import OutcomeCache, TrialOutcome
 
         cache, configs = (
             OutcomeCache(self.out / TRIALS),
@@ -151,7 +151,7 @@ class Comparison:
             if outcome is None:
                 screen.say(f"[{index + 1}/{len(cases)}] {case}")
                 result = self._launch(screen, case, self.out / f"{index + 1:02d}")
-                outcome = Outcome(result=result)
+                outcome = TrialOutcome(result=result)
                 cache.add(configs[index], json.dumps(asdict(outcome)))
             outcomes.append(outcome)
         return outcomes
@@ -202,7 +202,7 @@ class Comparison:
 
     # Showing the outcome -------------------------------------------------------------------------
 
-    def _line(self, case: Case, outcome: Outcome) -> str:
+    def _line(self, case: Case, outcome: TrialOutcome) -> str:
         """One line about a run that has ended."""
         result = outcome.result
         if result is None:
@@ -213,7 +213,7 @@ class Comparison:
         at_s = result.seconds_to(self.target)
         return f"{line}, {self.target:g} " + (f"after {seconds(at_s)}" if at_s else "never")
 
-    def _row(self, case: Case, outcome: Outcome) -> Row:
+    def _row(self, case: Case, outcome: TrialOutcome) -> Row:
         from paceline.record.result import Result
 
         result, target = outcome.result, self.target

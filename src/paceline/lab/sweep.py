@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.lab.trials import Outcome, Trial, run_trials
+from paceline.lab.trials import Trial, TrialOutcome, run_trials
 
 SEEDS = (1001, 1002, 1003)
 GRID = tuple(0.005 * 2**power for power in range(8))
@@ -87,7 +87,7 @@ def sweep(
         say(f"{len(jobs)} runs to make for {len({arm.name for arm, *_ in jobs})} arms")
         trials = [arm.trial(rate, seed) for arm, rate, seed in jobs]
 
-        def on_done(index: int, outcome: Outcome) -> None:
+        def on_done(index: int, outcome: TrialOutcome) -> None:
             arm, rate, seed = jobs[index]
             say(f"  {arm.name}, lr {rate:g}, seed {seed}: {accuracy_of(outcome):.3f}")
 
@@ -96,7 +96,7 @@ def sweep(
             arm.add(rate, accuracy_of(outcome))
 
 
-def accuracy_of(outcome: Outcome) -> float:
+def accuracy_of(outcome: TrialOutcome) -> float:
     """The final accuracy of a run; raises an error if the run failed."""
     if outcome.result is None:
         raise PacelineError(f"a run of the sweep failed: {outcome.error}")

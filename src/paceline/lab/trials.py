@@ -75,7 +75,7 @@ class Trial:
             }
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> TrialOutcome:
         """Run the simulation in this process."""
         try:
             result = simulate(
@@ -88,12 +88,12 @@ class Trial:
                 arguments=self.arguments,
             )
         except PacelineError as error:
-            return Outcome(error=str(error), exit_code=error.exit_code)
-        return Outcome(result=result)
+            return TrialOutcome(error=str(error), exit_code=error.exit_code)
+        return TrialOutcome(result=result)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """The outcome of a trial: a result, or the error that ended it."""
 
     result: Result | None = None
@@ -101,7 +101,7 @@ class Outcome:
     exit_code: int = 0
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Outcome:
+    def from_dict(cls, fields: Mapping[str, Any]) -> TrialOutcome:
         """The outcome from which ``asdict`` made ``fields``."""
         result = fields["result"]
         return cls(**{**fields, "result": None if result is None else Result(**result)})
@@ -112,8 +112,8 @@ def run_trials(
     *,
     folder: Path | None = None,
     processes: int | None = None,
-    on_done: Callable[[int, Outcome], None] | None = None,
-) -> list[Outcome]:
+    on_done: Callable[[int, TrialOutcome], None] | None = None,
+) -> list[TrialOutcome]:
     """Run the trials on all cores; return the outcomes in the order of ``trials``.
 
     Args:
@@ -128,9 +128,9 @@ def run_trials(
     indices: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
         indices.setdefault(config, []).append(index)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, TrialOutcome] = {}
 
-    def note(config: str, outcome: Outcome) -> None:
+    def note(config: str, outcome: TrialOutcome) -> None:
         outcomes[config] = outcome
         for index in indices[config]:
             if on_done is not None:
@@ -144,7 +144,7 @@ def run_trials(
         else:
             note(config, cached)
     for config, result in run_jobs(todo, "paceline.lab.trials", _run_trial, processes or cores()):
-        outcome = Outcome.from_dict(json.loads(result))
+        outcome = TrialOutcome.from_dict(json.loads(result))
         cache.add(config, result)
         note(config, outcome)
     return [outcomes[config] for config in configs]
@@ -164,11 +164,11 @@ class OutcomeCache:
         if folder is not None:
             make_folder(folder)
 
-    def find(self, config: str) -> Outcome | None:
+    def find(self, config: str) -> TrialOutcome | None:
         """The outcome of a configuration, if its file exists and is complete."""
         path = self.path(config)
         try:
-            return None if path is None else Outcome.from_dict(read_object(path)["outcome"])
+            return None if path is None else TrialOutcome.from_dict(read_object(path)["outcome"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

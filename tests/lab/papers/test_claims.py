@@ -15,7 +15,7 @@ from paceline.lab.papers.experiment import run_claims
 from paceline.lab.papers.rates import METHODS, OWN_COUNTS, RATES, LearningRates
 from paceline.lab.papers.verdict import FAILS, HOLDS, LEAST_SEEDS, OPEN, SMALL
 from paceline.lab.sweep import SEEDS
-from paceline.lab.trials import Outcome
+from paceline.lab.trials import TrialOutcome
 from paceline.record.result import Result
 
 IDS = [
@@ -193,7 +193,7 @@ def many(key, good):
 def faults(key, good):
     name, fault, _ = key
     if (name, fault) == ("allreduce", "killed"):
-        return Outcome(error="rank 3 is lost", exit_code=3)
+        return TrialOutcome(error="rank 3 is lost", exit_code=3)
     slowed = fault == "slow" and (name == "allreduce") == good
     run = curve(0.8, 4.0 if slowed else 1.0)
     return result(**{**vars(run), "lost_workers": int(fault == "killed")})
@@ -233,9 +233,9 @@ def judge(name, good, scope=SCOPE, steps=LEAST_STEPS):
     outcomes = {}
     for key, trial in claim.trials(scope).items():
         outcome = MADE_UP_RUNS[name](key, good(key[-1]))
-        if not isinstance(outcome, Outcome):
+        if not isinstance(outcome, TrialOutcome):
             fields = {"workers": trial.workers, "steps": outcome.steps or steps * trial.workers}
-            outcome = Outcome(result=replace(outcome, **fields))
+            outcome = TrialOutcome(result=replace(outcome, **fields))
         outcomes[key] = outcome
     return ClaimResult(claim, list(claim.judge(scope, Runs(outcomes))), "abc")
 
@@ -331,10 +331,10 @@ def test_a_claim_result_is_json(name):
 
 def test_a_killed_worker_that_stops_gossip_contradicts_the_claim():
     claim = find_claim("gossip-faults")
-    outcomes = {key: Outcome(result=curve(0.8)) for key in claim.trials(SCOPE)}
+    outcomes = {key: TrialOutcome(result=curve(0.8)) for key in claim.trials(SCOPE)}
     for key in outcomes:
         if key[1] == "killed":
-            outcomes[key] = Outcome(error="rank 3 is lost", exit_code=3)
+            outcomes[key] = TrialOutcome(error="rank 3 is lost", exit_code=3)
     assert ClaimResult(claim, list(claim.judge(SCOPE, Runs(outcomes))), "").verdict == FAILS
 
 

@@ -10,7 +10,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.lab.papers.rates import OWN_COUNTS, RATES, LearningRates, names_for
 from paceline.lab.papers.sweeping import make_rates
 from paceline.lab.sweep import GRID, SEEDS, Arm, accuracy_of
-from paceline.lab.trials import Outcome
+from paceline.lab.trials import TrialOutcome
 
 
 def swept(accuracy, grid=GRID):
@@ -77,7 +77,7 @@ def test_of_equals_the_smaller_rate_wins():
 
 def test_a_run_that_fails_ends_the_sweep():
     with pytest.raises(PacelineError, match="rank 3 is gone"):
-        accuracy_of(Outcome(error="rank 3 is gone", exit_code=3))
+        accuracy_of(TrialOutcome(error="rank 3 is gone", exit_code=3))
 
 
 # The file ----------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def quick_sweep(monkeypatch):
         for trial in trials:
             best = 0.04 * 8 / trial.workers
             accuracy = peak(best)(trial.arguments["lr"], trial.seed)
-            outcomes.append(Outcome(result=type("Result", (), {"accuracy": accuracy})()))
+            outcomes.append(TrialOutcome(result=type("Result", (), {"accuracy": accuracy})()))
         return outcomes
 
     monkeypatch.setattr("paceline.lab.sweep.run_trials", run_trials)

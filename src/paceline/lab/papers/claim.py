@@ -15,7 +15,7 @@ from paceline.lab.papers.rates import LearningRates, local_momentum, method, mom
 from paceline.lab.papers.tasks import FULL, QUICK, SETTINGS
 from paceline.lab.papers.verdict import FAILS, Figure, combine
 from paceline.lab.sweep import SEEDS
-from paceline.lab.trials import Outcome, Trial
+from paceline.lab.trials import Trial, TrialOutcome
 from paceline.record.result import Result
 from paceline.sim.cluster import Cluster, load_cluster
 
@@ -132,10 +132,10 @@ def task_arguments(task: str, workers: int, data: Path | None) -> dict[str, Any]
 class Runs:
     """The outcomes of a claim's trials."""
 
-    def __init__(self, outcomes: Mapping[Key, Outcome]) -> None:
+    def __init__(self, outcomes: Mapping[Key, TrialOutcome]) -> None:
         self._outcomes = outcomes
 
-    def outcomes(self, *key: Any) -> list[Outcome]:
+    def outcomes(self, *key: Any) -> list[TrialOutcome]:
         """The outcomes of all seeds under a key."""
         return [outcome for name, outcome in self._outcomes.items() if name[:-1] == key]
 
@@ -152,7 +152,7 @@ class Runs:
         return zip(self.of(*one), self.of(*other), strict=True)
 
 
-def _result(outcome: Outcome, key: Key) -> Result:
+def _result(outcome: TrialOutcome, key: Key) -> Result:
     if outcome.result is None:
         raise PacelineError(f"the run {' '.join(map(str, key))} failed: {outcome.error}")
     return outcome.result

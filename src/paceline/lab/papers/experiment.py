@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.lab.papers.claim import Claim, ClaimResult, Runs, Scope
-from paceline.lab.trials import Outcome, run_trials
+from paceline.lab.trials import TrialOutcome, run_trials
 
 
 def run_claims(
@@ -30,7 +30,7 @@ def run_claims(
     trials = [trial for plan in plans for trial in plan.values()]
     done = 0
 
-    def on_done(index: int, outcome: Outcome) -> None:
+    def on_done(index: int, outcome: TrialOutcome) -> None:
         nonlocal done
         done += 1
         on_run(done, len(trials))
