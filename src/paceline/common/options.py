@@ -109,6 +109,12 @@ def above(name: str, value: float, low: float) -> None:
         raise UsageError(f"{name} ({value}) must be above {low}")
 
 
+def positive(name: str, value: float) -> None:
+    """Refuse ``value`` unless it is above 0 and finite."""
+    above(name, value, 0)
+    finite(name, value)
+
+
 def one_of(name: str, value: object, choices: Iterable[object]) -> None:
     """Refuse ``value`` unless it is one of ``choices``."""
     allowed = list(choices)

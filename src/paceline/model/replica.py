@@ -65,9 +65,14 @@ class Replica:
 
     def plain_move(self, v: Tensor) -> None:
         """``x - lr * v``, each group with its own learning rate."""
-        groups = self.optimizer.param_groups
-        for part, lr, group in zip(self.flat.groups, self.lrs(), groups, strict=True):
-            self.flat.x[part].sub_(v[part], alpha=-lr if group.get("maximize") else lr)
+        pairs = zip(self.lrs(), self.optimizer.param_groups, strict=True)
+        rates = [-lr if group.get("maximize") else lr for lr, group in pairs]
+        self.descend(self.flat.x, v, rates)
+
+    def descend(self, x: Tensor, v: Tensor, rates: list[float]) -> None:
+        """``x - rate * v``, each parameter group with its own rate."""
+        for part, rate in zip(self.flat.groups, rates, strict=True):
+            x[part].sub_(v[part], alpha=rate)
 
     def lrs(self) -> list[float]:
         """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""
@@ -91,11 +96,13 @@ class Replica:
             for lr, group in zip(self.lrs(), self.optimizer.param_groups, strict=True)
         )
 
-    def accumulate_gradient(self, g: Gradient, total: Tensor) -> None:
-        """Add what plain SGD steps along, ``g + weight_decay * x``, if ``g`` is usable."""
+    def accumulate(self, g: Gradient, total: Tensor) -> Gradient:
+        """Clip ``g``; if it is usable, add what plain SGD steps along, ``g + weight_decay * x``."""
+        g = self.clip(g)
         if g.usable:
             total.add_(g.vector)
             self._add_decay(total, g.present)
+        return g
 
     def decayed(self, g: Gradient) -> Tensor:
         """The gradient with weight decay in it, as SGD adds it: ``g + weight_decay * x``.

@@ -59,7 +59,6 @@ class AllReduce(Lockstep):
     """
 
     paper: ClassVar[str] = "synchronous SGD, the baseline of all four papers"
-    state: ClassVar[tuple[str, ...]] = ("steps", "unit")
 
     @property
     def equal_rates(self) -> bool:
@@ -70,9 +69,10 @@ class AllReduce(Lockstep):
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        self.local_update(self._mean(g)[0])
+        mean, _ = self._mean(g)  # g <- sum_i n_i g_i / sum_i n_i
+        self.local_update(mean)  # x <- optimizer(x, g)
 
-    def meet(self, x: Tensor, weight: int) -> bool:
+    def synchronize(self, x: Tensor, weight: int) -> bool:
         flat = self.replica.flat
         return self._mean(Gradient.nothing(flat.g, len(flat.spans)))[1]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.common.options import above, at_least, finite
+from paceline.common.options import positive
 from paceline.errors import UsageError
-from paceline.strategies.lockstep import Lockstep
+from paceline.strategies.lockstep import Periodic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.model.gradient import Gradient
-
 
 @dataclass(kw_only=True)
-class DiLoCo(Lockstep):
+class DiLoCo(Periodic):
     r"""DiLoCo: local steps with the user's optimizer, an outer momentum step on their mean.
 
     Each worker trains alone for H steps. What all of them moved, on average, is the gradient of an
@@ -76,27 +74,16 @@ class DiLoCo(Lockstep):
     """
 
     paper: ClassVar[str] = "Douillard et al., 2023"
-    state: ClassVar[tuple[str, ...]] = (
-        "steps",
-        "unit",
-        "pending",
-        "samples",
-        "reference",
-        "velocity",
-    )
+    state: ClassVar[tuple[str, ...]] = (*Periodic.state, "reference", "velocity")
 
-    interval: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("interval", self.interval, 1)
-        above("outer_lr", self.outer_lr, 0)
-        finite("outer_lr", self.outer_lr)
+        positive("outer_lr", self.outer_lr)
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"outer_momentum ({self.outer_momentum}) must be from 0 to below 1")
-        self.pending = self.samples = 0
         self.reference: Tensor | None = None
         self.velocity: Tensor | None = None
 
@@ -111,38 +98,23 @@ class DiLoCo(Lockstep):
         super().setup(x)
         self.reference = x.clone()
 
-    def step(self, x: Tensor, g: Gradient) -> None:
-        self.local_update(g)
-        self.steps += 1
-        self.pending += 1
-        self.samples += g.samples
-        if self.pending == self.interval:
-            self.meet(x, self.samples)
-
-    def finish(self, x: Tensor) -> None:
-        if self.pending:
-            self.meet(x, self.samples)
-        super().finish(x)
-
-    def meet(self, x: Tensor, weight: int) -> bool:
+    def synchronize(self, x: Tensor, weight: int) -> bool:
         assert self.reference is not None
         moved = self.reference - x
         weight, dropped = self.judge(moved, weight)
-        whole, anyone_dropped = self.weigh(moved, weight, dropped)
+        whole, anyone_dropped = self.weigh(moved, weight, dropped)  # Delta <- mean of x' - x_i
         if whole:
-            self._outer_step(moved)
+            self._outer_step(self.reference, moved)  # x' <- OuterOpt(x', Delta)
         if whole or anyone_dropped:
-            x.copy_(self.reference)
-        self.pending = self.samples = 0
+            x.copy_(self.reference)  # x_i <- x'
         return whole > 0 or anyone_dropped
 
-    def _outer_step(self, moved: Tensor) -> None:
-        """Nesterov's step of torch, with the mean of what was moved for a gradient."""
+    def _outer_step(self, reference: Tensor, moved: Tensor) -> None:
+        """Make one step of torch's SGD with Nesterov momentum."""
         import torch
         from torch import nn
 
-        assert self.reference is not None
-        theta = nn.Parameter(self.reference)
+        theta = nn.Parameter(reference)
         theta.grad = moved
         nesterov = self.outer_momentum > 0
         outer = torch.optim.SGD(

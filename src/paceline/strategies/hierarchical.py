@@ -79,14 +79,7 @@ class Hierarchical(Lockstep):
     """
 
     paper: ClassVar[str] = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
-    state: ClassVar[tuple[str, ...]] = (
-        "steps",
-        "unit",
-        "group_unit",
-        "in_group",
-        "in_all",
-        "met",
-    )
+    state: ClassVar[tuple[str, ...]] = (*Lockstep.state, "group_unit", "in_group", "in_all", "met")
 
     group_size: int = 4
     group_interval: int = 4
@@ -110,9 +103,9 @@ class Hierarchical(Lockstep):
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         contributions = in_group = in_all = 0
         last = -(-steps // self.interval) * (self.interval // self.group_interval)
-        for meeting in range(1, last + 1):
-            taken = min(steps, meeting * self.group_interval)
-            everyone = self._is_for_all(meeting)
+        for number in range(1, last + 1):
+            taken = min(steps, number * self.group_interval)
+            everyone = self._is_for_all(number)
             contributions += taken > (in_all if everyone else in_group)
             in_group, in_all = taken, taken if everyone else in_all
         return nbytes * workers * (1 + contributions)
@@ -123,27 +116,19 @@ class Hierarchical(Lockstep):
         self.group: Comm = self.comm.group(mine)
 
     def step(self, x: Tensor, g: Gradient) -> None:
-        self.local_update(g)
+        self.local_update(g)  # x_i <- x_i - gamma g_i
         self.steps += 1
         self.in_group += g.samples
         self.in_all += g.samples
         if self.steps % self.group_interval == 0:
-            self._next_meeting(x)
+            self._average_next(x)
 
     def finish(self, x: Tensor) -> None:
-        """Go on meeting as the others do, until nobody has anything new for all."""
-        while self._next_meeting(x):
+        """Go on averaging as the others do, until nobody has anything new for all."""
+        while self._average_next(x):
             pass
 
-    def meet(self, x: Tensor, weight: int) -> bool:
-        weight, dropped = self.judge(x, weight)
-        v = x if weight else x.new_zeros(x.shape)
-        whole, anyone_dropped = self.weigh(v, weight, dropped)
-        if whole:
-            x.copy_(v)
-        return whole > 0 or anyone_dropped
-
-    def _next_meeting(self, x: Tensor) -> bool:
+    def _average_next(self, x: Tensor) -> bool:
         """Average in the group or over all, whichever is due; False after the last of all."""
         self.met += 1
         if not self._is_for_all(self.met):
@@ -151,9 +136,15 @@ class Hierarchical(Lockstep):
             self.in_group = 0
             return True
         alone = self.group.size == 1  # then an average in the group is none
-        going_on = self.meet(x, self.in_all if alone else self.in_group or self.in_all)
+        goes_on = self.synchronize(x, self.in_all if alone else self.in_group or self.in_all)
         self.in_group = self.in_all = 0
-        return going_on
+        return goes_on
+
+    def _is_for_all(self, number: int) -> bool:
+        return number * self.group_interval % self.interval == 0
+
+    def synchronize(self, x: Tensor, weight: int) -> bool:
+        return self.average_models(x, *self.judge(x, weight))  # x_i <- mean over all workers
 
     def _average_group(self, x: Tensor, weight: int) -> None:
         weight, _ = self.judge(x, weight)
@@ -163,7 +154,4 @@ class Hierarchical(Lockstep):
         if weight not in (0, unit):
             v.mul_(weight / unit)
         if self.group.all_reduce(v, weight, lambda total: unit / total):
-            x.copy_(v)
-
-    def _is_for_all(self, meeting: int) -> bool:
-        return meeting * self.group_interval % self.interval == 0
+            x.copy_(v)  # x_i <- mean over the group

@@ -1,8 +1,8 @@
-"""What methods share whose workers meet in one all-reduce after another.
+"""What methods share whose workers take part in one all-reduce after another.
 
-Workers need not have equally many batches. One that runs out goes on meeting the others with
-weight 0, and so never leaves them waiting; a meeting to which nobody contributes is the last one.
-Whoever fell behind then takes the parameters of the worker that made the most steps.
+Workers need not have equally many batches. One that runs out goes on to take part with weight 0, so
+that the others never wait for it. The exchange to which nobody contributes is the last one. A
+worker that fell behind then takes the parameters of the worker that made the most steps.
 
 Nor need batches be equally large. Every mean over workers is ``sum n_i v_i / sum n_i``, where n_i
 is the number of samples that worker i has taken since the last exchange.
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from paceline.common.options import at_least
 from paceline.errors import PeerLost
 from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import norm
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.base import Comm
+    from paceline.model.gradient import Gradient
 
 # The weight of an all-reduce carries three counts: samples below ODD, then flags. There is room for
 # 1 << 29 samples of each of 1 << 11 workers.
@@ -31,25 +33,27 @@ BEHIND = 1 << 52
 
 @dataclass(kw_only=True)
 class Lockstep(Strategy):
-    """A bulk-synchronous method: subclasses say what happens when workers :meth:`meet`."""
+    """A bulk-synchronous method: subclasses say how workers :meth:`synchronize`."""
+
+    state: ClassVar[tuple[str, ...]] = ("steps", "unit")
 
     def __post_init__(self) -> None:
         self.steps = self.unit = 0
         self._behind = self._someone_behind = False
 
     @abstractmethod
-    def meet(self, x: Tensor, weight: int) -> bool:
-        """Exchange with all workers and move on; return whether anybody had something to give.
+    def synchronize(self, x: Tensor, weight: int) -> bool:
+        """Exchange with all workers; return whether anybody contributed.
 
-        The weight is the number of samples in it. With weight 0 this worker has nothing to give and
-        must follow every all-reduce all the same. When the guard has dropped all that was brought,
-        the answer is true: others go on.
+        The weight is the number of samples since the last exchange. With weight 0 this worker has
+        nothing to contribute, and must take part in every all-reduce all the same. The answer is
+        also true when the guard dropped every contribution: the others have not come to their end.
         """
 
     def judge(self, v: Tensor, weight: int) -> tuple[int, bool]:
-        """The weight that ``v`` may be handed in with, and whether it is dropped.
+        """The weight that ``v`` counts with, and whether the guard dropped it.
 
-        Then it counts for nothing, and the optimizer forgets what led to it.
+        A vector that was dropped counts for nothing, and the optimizer forgets what led to it.
         """
         if not weight or self.guard.admits(norm(v), self.comm.rank, "contribution"):
             return weight, False
@@ -88,11 +92,77 @@ class Lockstep(Strategy):
         self._someone_behind = total >= BEHIND
         return total % ODD, total % BEHIND >= ODD
 
+    def average_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
+        """Make ``x`` the mean over the workers; return whether anybody contributed."""
+        v = x if weight else x.new_zeros(x.shape)
+        whole, anyone_dropped = self.weigh(v, weight, dropped)
+        if whole:
+            x.copy_(v)
+        return whole > 0 or anyone_dropped
+
+    def treat_moments(self, how: str, x: Tensor, weight: int) -> None:
+        """``keep`` the buffers of the optimizer, ``reset`` them, or ``average`` them."""
+        if how == "reset":
+            self.replica.forget_moments()
+        for name in self.replica.moments() if how == "average" else ():
+            v = x.new_zeros(x.shape)
+            self.replica.read_moment(name, v)
+            self.weigh(v, weight)
+            self.replica.write_moment(name, v)
+
+    def count_contributors(self, x: Tensor, weight: int) -> int:
+        """How many workers contribute."""
+        return self.reduce(x.new_zeros(1), int(weight > 0))[0]
+
     def finish(self, x: Tensor) -> None:
-        while self.meet(x, 0):
+        while self.synchronize(x, 0):
             self._behind = True
         if self._someone_behind:
             take_latest(self.comm, x, self.steps)
+
+
+@dataclass(kw_only=True)
+class Periodic(Lockstep):
+    """A method that makes local steps, and synchronizes after every ``interval`` of them.
+
+    Attributes:
+        pending: the steps since workers last synchronized; ``samples``: those in them.
+    """
+
+    state: ClassVar[tuple[str, ...]] = (*Lockstep.state, "pending", "samples")
+
+    interval: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("interval", self.interval, 1)
+        self.pending = self.samples = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether workers synchronize after this step."""
+        return self.pending == self.interval
+
+    def local_step(self, x: Tensor, g: Gradient) -> None:
+        """One step of this worker alone."""
+        self.local_update(g)
+
+    def step(self, x: Tensor, g: Gradient) -> None:
+        self.local_step(x, g)
+        self.steps += 1
+        self.pending += 1
+        self.samples += g.samples
+        if self.is_due:
+            self._end_interval(x)
+
+    def finish(self, x: Tensor) -> None:
+        if self.pending:
+            self._end_interval(x)
+        super().finish(x)
+
+    def _end_interval(self, x: Tensor) -> None:
+        self.synchronize(x, self.samples)
+        self.pending = self.samples = 0
 
 
 def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from paceline.common.options import above, at_least, finite
-from paceline.errors import UsageError
-from paceline.strategies.lockstep import Lockstep
+from paceline.common.options import at_least, positive
+from paceline.strategies.lockstep import Periodic
+from paceline.strategies.toolbox import aggregation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class SASGD(Lockstep):
+class SASGD(Periodic):
     r"""SASGD: local steps, and an aggregation of all workers every ``interval`` steps.
 
     Each worker trains alone for T steps; then the sum of what all of them gathered moves the last
@@ -87,35 +87,21 @@ class SASGD(Lockstep):
     (Stich 2019), K-AVG (Zhou and Cong 2018); with ``warmup``: post-local SGD (Lin et al. 2020).
     """
 
-    paper: ClassVar[str] = "Cong, Bhardwaj, Feng, ICPP 2017"
-    state: ClassVar[tuple[str, ...]] = (
-        "steps",
-        "unit",
-        "pending",
-        "samples",
-        "base_lrs",
-        "lrs",
-        "lr_changed",
-        "reference",
-        "gradients",
-    )
+    paper = "Cong, Bhardwaj, Feng, ICPP 2017"
+    state = (*Periodic.state, "lrs", "base_lrs", "lr_changed", "reference", "gradients")
 
-    interval: int = 16
     global_lr: float | None = None
-    form: Literal["auto", "gradient", "pseudo"] = "auto"
+    form: aggregation.Form = "auto"
     momentum: Literal["keep", "reset", "average"] = "keep"
     warmup: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("interval", self.interval, 1)
         at_least("warmup", self.warmup, 0)
         if self.global_lr is not None:
-            above("global_lr", self.global_lr, 0)
-            finite("global_lr", self.global_lr)
-        self.pending = self.samples = 0
-        self.base_lrs: list[float] = []
+            positive("global_lr", self.global_lr)
         self.lrs: list[float] = []
+        self.base_lrs: list[float] = []
         self.lr_changed = False
         self.reference: Tensor | None = None
         self.gradients: Tensor | None = None
@@ -128,124 +114,73 @@ class SASGD(Lockstep):
     def equal_rates(self) -> bool:
         return self.gradients is not None or self.global_lr is not None
 
+    @property
+    def is_due(self) -> bool:
+        return self.steps <= self.warmup or super().is_due
+
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         warm = min(steps, self.warmup)
-        meetings = warm + -(-(steps - warm) // self.interval)
+        times = warm + -(-(steps - warm) // self.interval)
         vectors = 1 + (len(self.replica.moments()) if self.momentum == "average" else 0)
-        counts = 0 if self.global_lr is None else meetings * self.replica.flat.x.element_size()
-        return workers * (nbytes * (1 + meetings * vectors) + counts)
+        counts = 0 if self.global_lr is None else times * self.replica.flat.x.element_size()
+        return workers * (nbytes * (1 + times * vectors) + counts)
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         self.lrs, self.base_lrs = self.replica.lrs(), self.replica.base_lrs()
-        if self._accumulates():
+        if aggregation.sums_gradients(self.form, self.replica):
             self.gradients = x.new_zeros(x.shape)
-        if self._accumulates() or self.global_lr is not None:
+        if self.equal_rates:
             self.reference = x.clone()
 
-    def step(self, x: Tensor, g: Gradient) -> None:
+    def local_step(self, x: Tensor, g: Gradient) -> None:
         lrs = self.replica.lrs()
-        if self.pending == 0:
-            self.lrs, self.lr_changed = lrs, False
-        self.lr_changed |= lrs != self.lrs
+        self.lrs = self.lrs if self.pending else lrs
+        self.lr_changed = lrs != self.lrs or (self.lr_changed and self.pending > 0)
         if self.gradients is not None:
-            g = self.replica.clip(g)
-            self.replica.accumulate_gradient(g, self.gradients)  # gs <- gs + g
+            g = self.replica.accumulate(g, self.gradients)  # gs <- gs + g
         self.local_update(g)  # x <- x - gamma g
-        self.steps += 1
-        self.pending += 1
-        self.samples += g.samples
-        if self.steps <= self.warmup or self.pending == self.interval:
-            self.meet(x, self.samples)
 
-    def finish(self, x: Tensor) -> None:
-        if self.pending:
-            self.meet(x, self.samples)
-        super().finish(x)
-
-    def meet(self, x: Tensor, weight: int) -> bool:
+    def synchronize(self, x: Tensor, weight: int) -> bool:
         weight, dropped = self.judge(x, weight)
-        going_on = self._sum_gradients(x, weight, dropped)
+        goes_on = (gs := self.gradients) is not None and self._sum_gradients(gs, x, weight, dropped)
         if self.gradients is None:
-            going_on = self._combine_models(x, weight, dropped)
-        if going_on and self.momentum == "reset":
-            self.replica.forget_moments()
-        elif going_on and self.momentum == "average":
-            self._average_moments(x, weight)
-        self.pending = self.samples = 0
-        return going_on
+            goes_on = self._sum_moves(x, weight, dropped)
+        if goes_on:
+            self.treat_moments(self.momentum, x, weight)
+        return goes_on
 
-    def _sum_gradients(self, x: Tensor, weight: int, dropped: bool) -> bool:
-        """The listing's form; given up for good when a learning rate changed in the interval.
+    def _sum_gradients(self, gs: Tensor, x: Tensor, weight: int, dropped: bool) -> bool:
+        """The paper's form; given up for good when a learning rate changed in the interval.
 
-        Or when one is dropped: the other form tells that apart from a worker at its end.
+        Also when the guard dropped a contribution: the other form tells that apart from a worker
+        at its end.
         """
-        if self.gradients is None or self.reference is None:
-            return False
-        odd = self.lr_changed or dropped
-        whole, changed = self.weigh(self.gradients, weight, odd, mean=False)
-        if changed:
+        whole, odd = self.weigh(gs, weight, self.lr_changed or dropped, mean=False)  # gs <- sum gs
+        if odd:
             self.gradients = None
         elif whole:
-            times = self._count(x, weight) / whole
-            groups = zip(self.replica.flat.groups, self.lrs, self.base_lrs, strict=True)
-            for part, lr, base in groups:
-                gamma_p = lr / whole
-                if self.global_lr is not None:
-                    gamma_p = self.global_lr * times * (lr / base if base else 1)
-                self.reference[part].sub_(self.gradients[part], alpha=gamma_p)
-            x.copy_(self.reference)
-            self.gradients.zero_()
+            self._move_reference(x, gs, weight, whole)
+            gs.zero_()  # gs <- 0
         return whole > 0
 
-    def _combine_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
-        """The pseudo-gradient form; where it is the mean of the models, that mean itself.
-
-        What a worker has moved is its learning rate times its gradients: to divide it by the rate
-        that the optimizer began with has ``global_lr`` follow the present one.
-        """
+    def _sum_moves(self, x: Tensor, weight: int, dropped: bool) -> bool:
+        """The pseudo-gradient form; where that is the mean of the models, the mean itself."""
         if self.global_lr is None or self.reference is None:
-            v = x if weight else x.new_zeros(x.shape)
-            whole, anyone_dropped = self.weigh(v, weight, dropped)
-            if whole:
-                x.copy_(v)
-            return whole > 0 or anyone_dropped
-        v = self.reference - x
-        whole, anyone_dropped = self.weigh(v, weight, dropped, mean=False)
+            return self.average_models(x, weight, dropped)
+        moved = self.reference - x  # gamma gs
+        whole, anyone_dropped = self.weigh(moved, weight, dropped, mean=False)
         if whole:
-            times = self._count(x, weight) / whole
-            for part, base in zip(self.replica.flat.groups, self.base_lrs, strict=True):
-                if base == 0:
-                    raise UsageError(
-                        "global_lr with lr (0) accumulates gradients, which needs learning rates"
-                        " that stay as they are"
-                    )
-                self.reference[part].sub_(v[part], alpha=self.global_lr * times / base)
-        if whole or anyone_dropped:
+            self._move_reference(x, moved, weight, whole)
+        elif anyone_dropped:
             x.copy_(self.reference)
         return whole > 0 or anyone_dropped
 
-    def _count(self, x: Tensor, weight: int) -> int:
-        """How many workers contribute, where the sum is over them and not over samples."""
-        if self.global_lr is None:
-            return 1
-        count, _ = self.reduce(x.new_zeros(1), int(weight > 0))
-        return count
-
-    def _average_moments(self, x: Tensor, weight: int) -> None:
-        for name in self.replica.moments():
-            v = x.new_zeros(x.shape)
-            self.replica.read_moment(name, v)
-            self.weigh(v, weight)
-            self.replica.write_moment(name, v)
-
-    def _accumulates(self) -> bool:
-        """Whether this run begins with the listing's form."""
-        plain = self.replica.is_plain_sgd()
-        if self.form == "gradient" and not plain:
-            raise UsageError("form (gradient) must be pseudo or auto unless plain SGD is used")
-        if self.replica.stands_still():
-            if not plain:
-                raise UsageError("lr (0) accumulates gradients, which needs SGD without momentum")
-            return True
-        return plain if self.form == "auto" else self.form == "gradient"
+    def _move_reference(self, x: Tensor, total: Tensor, weight: int, whole: float) -> None:
+        assert self.reference is not None
+        gamma_p = [lr / whole for lr in self.lrs]
+        if self.global_lr is not None:
+            rate = self.global_lr * (self.count_contributors(x, weight) / whole)
+            gamma_p = aggregation.rates(rate, self.lrs, self.base_lrs, self.gradients is None)
+        self.replica.descend(self.reference, total, gamma_p)  # x' <- x' - gamma_p sum gs
+        x.copy_(self.reference)  # x <- x'

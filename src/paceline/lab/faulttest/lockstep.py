@@ -111,7 +111,7 @@ class Means(Observer):
         if self.schedule.name in ("allreduce", "layered"):
             around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
         else:
-            around(strategy, "meet", lambda inner, x, w: self._meet(session, inner, x, w))
+            around(strategy, "synchronize", lambda inner, *a: self._synchronize(session, inner, *a))
 
     def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         assert session.stepper is not None
@@ -124,7 +124,7 @@ class Means(Observer):
             self._after[number - 1][session.rank] = x.clone()
         inner(x, g)
 
-    def _meet(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
+    def _synchronize(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
         number = self._synchronizations.get(session.rank, 0)
         counted = 0 if session.rank in session.strategy.guard.aside else weight
         self._synchronizations[session.rank] = number + 1
