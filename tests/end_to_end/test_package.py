@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 import paceline as pl
-from paceline.strategies import STRATEGIES, describe, strategy_class
+from paceline.strategies import STRATEGIES, SYNC_FORMS, describe, strategy_class
 from paceline.strategies.base import Strategy
 
 ROOT = Path(pl.__file__).parent
 SHARED = [
     f"paceline.strategies.{name}"
-    for name in ("base", "decentralised", "lockstep", "packing", "ring", "rounds", "served")
+    for name in ("base", "elastic", "lockstep", "packing", "pairs", "ring", "rounds", "served")
     + ("server", "service", "toolbox")
 ]
 
@@ -341,7 +341,8 @@ def test_a_strategy_shows_a_run_and_names_its_paper_and_options(name):
 
 
 def test_every_strategy_file_holds_one_registered_method():
-    registered = {path.partition(":")[0] for path in STRATEGIES.values()}
+    paths = [*STRATEGIES.values(), *SYNC_FORMS.values()]
+    registered = {path.partition(":")[0] for path in paths}
     names = [name for name in in_packages("paceline.strategies") if not within(name, *SHARED)]
     assert registered == set(names) - {"paceline.strategies"}
     for name in STRATEGIES:

@@ -15,11 +15,13 @@ from paceline import strategies
 from paceline.common.reference import find
 from paceline.strategies import (
     STRATEGIES,
+    SYNC_FORMS,
     describe,
     make_strategy,
     strategy_class,
     strategy_name,
     strategy_names,
+    strategy_spec,
 )
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 
@@ -269,3 +271,20 @@ def test_packages_are_not_looked_at_for_a_built_in_name(monkeypatch):
     monkeypatch.setattr(strategies, "_foreign", lambda: pytest.fail("packages were looked at"))
     for name in STRATEGIES:
         assert strategy_name(make_strategy(name)) == name
+
+
+@pytest.mark.parametrize("name", SYNC_FORMS)
+def test_sync_is_an_option_that_asks_for_another_class(name):
+    method = make_strategy(f"{name}(sync=true, interval=3)")
+    assert type(method) is not strategy_class(name) and method.synchronous
+    assert strategy_name(method) == name
+    assert make_strategy(strategy_spec(method)) == method
+    for copy in (make_strategy(method), unpack_strategy(pack_strategy(method))):
+        assert type(copy) is type(method) and strategy_spec(copy) == strategy_spec(method)
+    assert not make_strategy(name, {"sync": False}).synchronous
+
+
+@pytest.mark.parametrize("name", SYNC_FORMS)
+def test_the_wrong_class_for_sync_is_refused(name):
+    with pytest.raises(pl.UsageError, match=r"sync .True. must be one of False"):
+        strategy_class(name)(sync=True)

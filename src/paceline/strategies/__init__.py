@@ -35,6 +35,12 @@ STRATEGIES = {
 }
 """Name to class. A new method is one file, and one line here."""
 
+SYNC_FORMS = {
+    "easgd": "paceline.strategies.easgd_sync:EASGDSync",
+    "gossip": "paceline.strategies.gossip_sync:GossipSync",
+}
+"""Name to the class that the option ``sync=true`` asks for."""
+
 GROUP = "paceline.strategies"
 """The entry points by which other packages give a method a name."""
 
@@ -47,19 +53,23 @@ def strategy_names() -> list[str]:
 def strategy_class(name: str) -> type[Strategy]:
     """The class of a registered method; packages are asked for a name that is not built in."""
     if name in STRATEGIES:
-        module, _, attribute = STRATEGIES[name].partition(":")
-        cls: type[Strategy] = getattr(importlib.import_module(module), attribute)
-        return cls
+        return _import(STRATEGIES[name])
     foreign = _foreign()
     if name not in foreign:
         raise unknown("strategy", name, [*STRATEGIES, *foreign])
     return _load(foreign[name])
 
 
+def _import(path: str) -> type[Strategy]:
+    module, _, attribute = path.partition(":")
+    cls: type[Strategy] = getattr(importlib.import_module(module), attribute)
+    return cls
+
+
 def strategy_name(strategy: Strategy) -> str:
     """The registered name of a strategy, or that of its class."""
     cls = type(strategy)
-    names = {path: name for name, path in STRATEGIES.items()}
+    names = {path: name for name, path in [*STRATEGIES.items(), *SYNC_FORMS.items()]}
     path = f"{cls.__module__}:{cls.__qualname__}"
     if path in names:
         return names[path]
@@ -72,12 +82,15 @@ def strategy_spec(strategy: Strategy) -> str:
     >>> strategy_spec(make_strategy("sasgd")), strategy_spec(make_strategy("sasgd(interval=8)"))
     ('sasgd', 'sasgd(interval=8)')
     """
+    name = strategy_name(strategy)
+    cls = strategy_class(name) if name in SYNC_FORMS else type(strategy)
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}
     options = [
-        f"{field.name}={value}"
-        for field in dataclasses.fields(strategy)
-        if field.init and (value := getattr(strategy, field.name)) != _default(field)
+        f"{option}={value}"
+        for option, default in defaults.items()
+        if (value := getattr(strategy, option, default)) != default
     ]
-    return strategy_name(strategy) + (f"({', '.join(options)})" if options else "")
+    return name + (f"({', '.join(options)})" if options else "")
 
 
 def _foreign() -> dict[str, EntryPoint]:
@@ -145,7 +158,8 @@ def make_strategy(spec: str | Strategy, settings: Mapping[str, Any] | None = Non
         raise UsageError(f'strategy ({spec}) must look like "sasgd" or "sasgd(interval=8)"')
     name, inside = match.groups()
     values = parse_settings((inside or "").split(",")) | dict(settings or {})
-    return build(strategy_class(name), values, name)
+    path = SYNC_FORMS.get(name) if values.get("sync") else None
+    return build(_import(path) if path else strategy_class(name), values, name)
 
 
 def parse_settings(items: list[str]) -> dict[str, Any]:

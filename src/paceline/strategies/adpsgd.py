@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.packet import Packet
 from paceline.common.options import at_least
-from paceline.strategies.decentralised import Decentralised, candidates, draw
+from paceline.strategies.pairs import PairStrategy, candidates, draw
 from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OFFER, MOVE = 1, 2
 
 
 @dataclass(kw_only=True)
-class ADPSGD(Decentralised):
+class ADPSGD(PairStrategy):
     r"""AD-PSGD: a worker and a peer become their mean, and nobody waits for it.
 
     A worker offers its model to a random peer and goes on. The peer, at its next step, moves half

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from paceline.common.options import at_least, finite
-from paceline.errors import UsageError
-from paceline.strategies.base import WORKER, Strategy
+from paceline.strategies.elastic import Elastic
 from paceline.strategies.served import ServerStrategy
 from paceline.strategies.server import ShardServer
 from paceline.strategies.service import Request
@@ -16,11 +14,9 @@ from paceline.strategies.toolbox.guard import norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.model.gradient import Gradient
-
 
 @dataclass(kw_only=True)
-class EASGD(ServerStrategy):
+class EASGD(Elastic, ServerStrategy):
     r"""EASGD: each worker explores on its own, pulled to a center that is pulled to all of them.
 
     Every ``interval`` steps a worker moves a little towards the center, and the center as much
@@ -84,162 +80,28 @@ class EASGD(ServerStrategy):
     algorithms 1 and 2.
     """
 
-    paper: ClassVar[str] = "Zhang, Choromanska, LeCun, NIPS 2015"
-    state: ClassVar[tuple[str, ...]] = (
-        "steps",
-        "versions",
-        "pending",
-        "center",
-        "velocity",
-        "plain",
-        "ahead",
-    )
-
-    interval: int = 4
-    alpha: float | None = None
-    beta: float = 0.9
-    momentum: float = 0.0
-    sync: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("interval", self.interval, 1)
-        for name in ("alpha", "beta", "momentum"):
-            if (value := getattr(self, name)) is not None:
-                at_least(name, value, 0)
-                finite(name, value)
-        if self.momentum >= 1:
-            raise UsageError(f"momentum ({self.momentum}) must be below 1")
-        self.pending = 0
-        self.ahead = False
-        self.center: Tensor | None = None
-        self.velocity: Tensor | None = None
-        self.plain: Tensor | None = None
-
-    @property
-    def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        return self.sync
-
-    @property
-    def defers(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        return self.momentum > 0
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
-
-    @property
-    def moving_rate(self) -> float:
-        """alpha, given or from beta."""
-        return self.beta / self.workers if self.alpha is None else self.alpha
-
-    def roles(self, workers: int) -> tuple[str, ...]:
-        return (WORKER,) * workers if self.sync else super().roles(workers)
+    paper = "Zhang, Choromanska, LeCun, NIPS 2015"
+    state = (*Elastic.state, "versions")
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        exchanges = -(-steps // self.interval) + (steps > 0)
-        if self.sync:
-            return nbytes * workers * (1 + exchanges)
         each = 2 * nbytes + self.request_overhead + self.reply_overhead
-        return workers * exchanges * each + nbytes * (workers + self.shards)
+        return workers * self.exchanges(steps) * each + nbytes * (workers + self.shards)
 
     def make_server(self) -> CenterServer:
         return CenterServer(self)
 
-    def adopt(self, x: Tensor) -> None:
-        if self.sync:
-            Strategy.adopt(self, x)
-        else:
-            super().adopt(x)
-
-    def setup(self, x: Tensor) -> None:
-        super().setup(x)
-        groups = self.replica.optimizer.param_groups
-        if self.momentum and any(g.get("momentum") or "betas" in g for g in groups):
-            raise UsageError(
-                f"momentum ({self.momentum}) must be 0 where the optimizer has momentum of its own"
-            )
-        if self.sync:
-            self.center = x.clone()
-
-    def settle(self, x: Tensor) -> None:
-        """Move to the look-ahead point, where EAMSGD takes its gradient."""
-        if self.momentum and not self.ahead:
-            if self.velocity is None:
-                self.velocity = x.new_zeros(x.shape)
-            self.plain = x.clone()
-            x.add_(self.velocity, alpha=self.momentum)
-            self.ahead = True
-
-    def step(self, x: Tensor, g: Gradient) -> None:
-        here = x if self.plain is None else self.plain
-        e = self._elastic(here) if self.steps % self.interval == 0 else None
-        self.steps += 1
-        if self.plain is None or self.velocity is None:
-            self.local_update(g)
-        else:
-            looked = x.clone()
-            self.local_update(g)
-            self.velocity.mul_(self.momentum).add_(x - looked)
-            x.copy_(self.plain).add_(self.velocity)
-            self.ahead = False
-        if e is not None:
-            x.sub_(e)
-        self.pending += 1
-
     def finish(self, x: Tensor) -> None:
-        if self.ahead and self.plain is not None:
-            x.copy_(self.plain)
-            self.ahead = False
-        if self.center is None:
-            super().finish(x)
-            return
-        self.flush(x)
-        while self._meet(x, 0)[0]:
-            pass
-        x.copy_(self.center)
+        self.leave_look_ahead(x)
+        super().finish(x)
 
-    def flush(self, x: Tensor) -> None:
-        if self.pending:
-            x.sub_(self._elastic(x))
-
-    def answer(self, x: Tensor) -> Tensor:
-        return super().answer(x) if self.center is None else self.center
-
-    def _elastic(self, x: Tensor) -> Tensor:
-        """Move the center, and return by how much this worker has to move the other way."""
-        self.pending = 0
-        if self.center is not None:
-            return self._meet(x, 1)[1]
+    def pull(self, x: Tensor) -> Tensor:
         e = x.clone()
         if self.guard.admits(norm(x), self.comm.rank, "model"):
-            self.exchange(x, e)
+            self.exchange(x, e)  # e = alpha (x_i - c), c <- c + e
             return e
-        self._begin_anew()
+        self.begin_anew()
+        self.join(self.replica.flat.x)  # x_i <- c
         return e.zero_()
-
-    def _begin_anew(self) -> None:
-        """Leave a model that the guard has dropped, and go on from the center."""
-        self.replica.forget_moments()
-        self.velocity = self.plain = None
-        self.ahead = False
-        if self.center is None:
-            self.join(self.replica.flat.x)
-        else:
-            self.replica.flat.x.copy_(self.center)
-
-    def _meet(self, x: Tensor, weight: int) -> tuple[int, Tensor]:
-        """Move every copy of the center by the pulls of all workers."""
-        assert self.center is not None
-        e = (x - self.center) * self.moving_rate
-        if weight and not self.guard.admits(norm(e), self.comm.rank, "pull"):
-            e.zero_()
-            self._begin_anew()
-        pulls = e.clone()
-        total = self.comm.all_reduce(pulls, weight)
-        if total:
-            self.center.add_(pulls)
-        return total, e
 
 
 class CenterServer(ShardServer):

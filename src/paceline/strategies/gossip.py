@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from paceline.common.options import at_least
+from paceline.common.options import at_least, one_of
 from paceline.common.seeds import stream
-from paceline.errors import PeerLost, UsageError
-from paceline.strategies.decentralised import (
-    Decentralised,
-    all_picks,
-    average,
-    candidates,
-    draw,
-)
+from paceline.errors import UsageError
+from paceline.strategies.pairs import PairStrategy, average, candidates, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +22,7 @@ _REMEMBERED = 1024
 
 
 @dataclass(kw_only=True)
-class Gossip(Decentralised):
+class Gossip(PairStrategy):
     r"""Gossiping SGD: each worker averages its model with that of a peer picked at random.
 
     No server, no barrier, no lockstep: to pull, a worker reads what its peer last published; to
@@ -90,8 +83,9 @@ class Gossip(Decentralised):
     ``parallel`` and ``step_first`` are the orders of public implementations.
     """
 
-    paper: ClassVar[str] = "Jin, Yuan, Iandola, Keutzer, 2016"
-    state: ClassVar[tuple[str, ...]] = ("steps", "step_times")
+    paper = "Jin, Yuan, Iandola, Keutzer, 2016"
+    synchronous = False
+    state = ("steps", "step_times")
 
     mode: Literal["pull", "push"] = "pull"
     sync: bool = False
@@ -101,6 +95,7 @@ class Gossip(Decentralised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of("sync", self.sync, [self.synchronous])  # its other value is another class
         at_least("interval", self.interval, 1)
         if self.probability is not None and not 0 < self.probability <= 1:
             raise UsageError(f"probability ({self.probability}) must be above 0 and at most 1")
@@ -108,115 +103,55 @@ class Gossip(Decentralised):
             raise UsageError("probability must not be given together with interval")
         self.step_times: list[float] = []
 
-    @property
-    def synchronous(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        return self.sync
-
-    @property
-    def _is_read(self) -> bool:
-        """Whether peers read this worker's model at moments of their own."""
-        return self.mode == "pull" and not self.sync
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
-        if self.probability is not None or not self.sync:
-            return None
-        first = int(self.order == "mix_first")
-        gossips = sum(step % self.interval == 0 for step in range(first, steps + first))
-        flags = 8 * workers * steps
-        return workers * (2 * nbytes + flags + gossips * self.exchange_bytes(nbytes))
-
     def step(self, x: Tensor, g: Gradient) -> None:
         if self.order == "mix_first":  # the next gradient is taken at the mixed model
             self._local_step(g)
-            if self._is_read:  # while this worker waits for the model of its peer
+            if self.mode == "pull" and not self.sync:  # peers read at moments of their own
                 self.show(x)
-            average(x, self._gossip(x))
+            average(x, self.gossip(x))  # theta_i <- (theta_i + theta_j) / 2
         elif self.order == "parallel":
-            theirs = self._gossip(x)
+            theirs = self.gossip(x)
             mixed = x.clone()
             average(mixed, theirs)
             mixed.sub_(x)
             self._local_step(g)
             x.add_(mixed)
         else:
-            theirs = self._gossip(x)
+            theirs = self.gossip(x)
             self._local_step(g)
             average(x, theirs)
         self.show(x)  # what peers read is the model after its last mixing
 
     def finish(self, x: Tensor) -> None:
-        trained = self.steps > 0
-        if self.sync:
-            while self._meet(False):  # keep the others company until all have come to their end
-                self.steps += 1
-        self.take_mean(x, trained)
+        self.take_mean(x, self.steps > 0)
 
     def _local_step(self, g: Gradient) -> None:
-        self.local_update(g)
+        self.local_update(g)  # theta_i <- optimizer(theta_i, g_i)
         self.steps += 1
         self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.now()]
 
-    # What is due, and with whom ------------------------------------------------------------------
-
-    def _gossip(self, x: Tensor) -> list[Tensor]:
-        """The models to average with now, if any."""
-        if self.sync:
-            return self._swap(x, self._meet(True))
-        peer = self._pick(self.partners()) if self._is_due() else None
-        if self.mode == "pull":
-            return [] if peer is None else self._look_at(peer, x)
-        if peer is not None:
-            self.comm.post(self.wrap(x), peer, MODEL)
-        arrived = self.comm.poll(self.like(x), MODEL)
-        return [model for src, message in arrived for model in self._open(src, message, x)]
-
-    def _is_due(self) -> bool:
+    def is_due(self, *drawers: int) -> bool:
+        """Whether to gossip after this step; one draw decides for all ``drawers``."""
         if self.probability is None:
             return self.steps % self.interval == 0
-        whose = () if self.sync else (self.comm.rank,)  # with sync, all draw alike
-        draw = stream(self.seed, "gossip now", *whose, self.steps).random()
+        draw = stream(self.seed, "gossip now", *drawers, self.steps).random()
         return bool(draw < self.probability)
 
-    def _pick(self, peers: Sequence[int]) -> int | None:
+    def gossip(self, x: Tensor) -> list[Tensor]:
+        """Exchange models, if that is due now; return those to average with."""
+        peer = self._pick_peer() if self.is_due(self.comm.rank) else None
+        if self.mode == "pull":
+            seen = None if peer is None else self.comm.peek(peer, self.like(x))
+            arrived = [] if peer is None or seen is None else [(peer, seen[1])]
+        else:
+            if peer is not None:
+                self.comm.post(self.wrap(x), peer, MODEL)
+            arrived = self.comm.poll(self.like(x), MODEL)
+        return [model for src, message in arrived for model in self._open(src, message, x)]
+
+    def _pick_peer(self) -> int | None:
         rank = self.comm.rank
-        return draw(candidates(self.topology, peers, rank), self.seed, rank, self.steps)
-
-    # All at once ---------------------------------------------------------------------------------
-
-    def _meet(self, active: bool) -> list[int]:
-        """Those that are still training; nobody, when all have come to their end."""
-        flags = self.replica.flat.x.new_zeros(self.workers).double()
-        flags[self.comm.rank] = 1
-        anyone = self.comm.all_reduce(flags, int(active))
-        return [rank for rank, flag in enumerate(flags.tolist()) if flag] if anyone else []
-
-    def _swap(self, x: Tensor, peers: list[int]) -> list[Tensor]:
-        """Exchange models as this step's draws of all ``peers`` say."""
-        if not self._is_due():
-            return []
-        picks = all_picks(self.topology, tuple(peers), self.seed, self.steps)
-        mine = picks.of.get(self.comm.rank, [])
-        by_others = picks.who_picked.get(self.comm.rank, [])
-        sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
-        for target in targets:
-            self.comm.post(self.wrap(x), target, MODEL)
-        models = []
-        for source in sources:
-            try:
-                model = self.unwrap(self.comm.recv(self.like(x), source, MODEL), x)[1]
-            except PeerLost:
-                if not self.comm.elastic:
-                    raise
-                continue
-            if self.trusts(source, model - x, model, x):
-                models.append(model)
-        return models
-
-    # Models that arrive --------------------------------------------------------------------------
-
-    def _look_at(self, peer: int, x: Tensor) -> list[Tensor]:
-        seen = self.comm.peek(peer, self.like(x))
-        return [] if seen is None else self._open(peer, seen[1], x)
+        return draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
 
     def _open(self, peer: int, message: Tensor, x: Tensor) -> list[Tensor]:
         """The model in a message, if it can be trusted; note how old it is."""

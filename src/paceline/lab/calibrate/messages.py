@@ -20,7 +20,7 @@ from paceline.lab.calibrate.clock import queued_s
 from paceline.lab.calibrate.steps import NUMBERS
 from paceline.launcher.rank_process import Channel, Message
 from paceline.launcher.supervisor import run_ranks
-from paceline.strategies.decentralised import average
+from paceline.strategies.pairs import average
 
 RANKS = 2
 BYTES_A_REPEAT = 16 << 20

@@ -28,8 +28,8 @@ from paceline.lab.calibrate.clock import OwnTime
 from paceline.launcher.rank_process import Channel, Message
 from paceline.launcher.supervisor import run_ranks
 from paceline.record.trace import Trace
-from paceline.strategies.decentralised import average
 from paceline.strategies.downpour import Downpour, DownpourServer
+from paceline.strategies.pairs import average
 from paceline.strategies.service import Request
 from paceline.training.session import Session
 from paceline.training.worker import Worker

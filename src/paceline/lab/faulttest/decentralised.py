@@ -12,8 +12,8 @@ from paceline.comm.packet import Packet
 from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.model.gradient import Gradient
 from paceline.strategies.adpsgd import ADPSGD, MOVE
-from paceline.strategies.decentralised import Decentralised, Note
 from paceline.strategies.gossip import MODEL, Gossip
+from paceline.strategies.pairs import Note, PairStrategy
 from paceline.training.session import Session
 
 
@@ -31,7 +31,7 @@ class Averages(Observer):
         self._local: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watches(self) -> bool:
-        return isinstance(self.schedule.method, Decentralised) and self.schedule.workers > 1
+        return isinstance(self.schedule.method, PairStrategy) and self.schedule.workers > 1
 
     def attach(self, session: Session) -> None:
         around(session.strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.model.gradient import Gradient
 from paceline.strategies.diloco import DiLoCo
-from paceline.strategies.easgd import EASGD
+from paceline.strategies.easgd_sync import EASGDSync
 from paceline.strategies.hierarchical import Hierarchical
 from paceline.strategies.sasgd import SASGD
 from paceline.training.session import Session
@@ -38,9 +38,8 @@ class Replicas(Observer):
 
     def watches(self) -> bool:
         method = self.schedule.method
-        synchronizes = isinstance(method, (SASGD, DiLoCo, Hierarchical))
+        synchronizes = isinstance(method, (SASGD, DiLoCo, EASGDSync, Hierarchical))
         synchronizes = synchronizes or self.schedule.name in ("allreduce", "layered")
-        synchronizes = synchronizes or (isinstance(method, EASGD) and method.sync)
         return synchronizes and self.schedule.workers > 1 and self.schedule.objective != "still"
 
     def attach(self, session: Session) -> None:
@@ -56,7 +55,7 @@ class Replicas(Observer):
 
     def _shared(self, strategy: Any, x: Tensor) -> Tensor | None:
         """The vector that all workers must share before this step; None if they may differ."""
-        if isinstance(strategy, EASGD):
+        if isinstance(strategy, EASGDSync):
             return strategy.center
         if isinstance(strategy, (SASGD, DiLoCo)):
             return x if strategy.pending == 0 else None

@@ -356,7 +356,7 @@ class Elastic(Observer):
 
     def watches(self) -> bool:
         method = self.schedule.method
-        plain = isinstance(method, EASGD) and not method.sync and not method.momentum
+        plain = isinstance(method, EASGD) and not method.momentum
         return plain and self.schedule.workers > 1
 
     def attach(self, session: Session) -> None:

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.lab.papers.tasks import QUICK
 from paceline.strategies import make_strategy
 from paceline.strategies.base import Strategy
-from paceline.strategies.easgd import EASGD
+from paceline.strategies.elastic import Elastic
 
 RATES = Path(__file__).with_name("learning_rates.json")
 HELD_AT = 8
@@ -71,7 +71,7 @@ def local_momentum(name: str, workers: int) -> dict[str, float]:
 def momentum(name: str) -> float:
     """The momentum of a method, its own or that of the workers' SGD."""
     strategy = method(name)
-    own = strategy.momentum if isinstance(strategy, EASGD) else 0.0
+    own = strategy.momentum if isinstance(strategy, Elastic) else 0.0
     return LOCAL_MOMENTUM.get(name, own)
 
 

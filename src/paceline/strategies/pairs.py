@@ -1,7 +1,7 @@
-"""What methods share whose workers meet in pairs, without a center.
+"""What methods share whose workers exchange models in pairs, without a center.
 
-Every worker publishes its model after each step: peers read it, and so does who asks for the
-answer, the mean of those alive.
+Every worker publishes its model after each step. Peers read it there, and so does a worker that is
+asked for the answer: the mean over the workers that are alive.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.comm.packet import Packet
 from paceline.common.seeds import stream
-from paceline.errors import PeersGone
+from paceline.errors import PeerLost, PeersGone
 from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import ABSURD, is_sound, norm
 from paceline.strategies.toolbox.topology import AllBut, Topology, neighbours
@@ -33,8 +33,8 @@ class Note(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Decentralised(Strategy):
-    """A method without a center; subclasses say how two workers meet."""
+class PairStrategy(Strategy):
+    """A method without a center; subclasses say how two workers exchange their models."""
 
     resumable: ClassVar[bool] = False
 
@@ -101,6 +101,15 @@ class Decentralised(Strategy):
         """The live workers, less those that are stopped; this one is always among them."""
         live, stopped = self.live_workers(), self.comm.stopped() - {self.comm.rank}
         return [rank for rank in live if rank not in stopped] if stopped else live
+
+    def receive(self, peer: int, like: Tensor, tag: int) -> Tensor | None:
+        """Wait for a message of a peer; None if it was lost, and the run goes on without it."""
+        try:
+            return self.comm.recv(like, peer, tag)
+        except PeerLost:
+            if not self.comm.elastic:
+                raise
+            return None
 
     def take_mean(self, x: Tensor, trained: bool) -> None:
         """At the end: the mean of all that have trained at all, and are not set aside.
