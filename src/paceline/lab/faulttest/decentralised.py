@@ -63,7 +63,7 @@ class Averages(Observer):
         expected = self._expected(session, before)
         self.scene.check(
             close(x, expected),
-            "an average is that of all who met",
+            "an average is over all that took part",
             lambda: (
                 f"rank {rank} is at {x.tolist()} and not {expected.tolist()}, after"
                 f" {[v.tolist() for v in self._received[rank]]} received"

@@ -74,7 +74,8 @@ def _run_slowly(schedule: Schedule, outcome: RunOutcome) -> None:
         raise slow.violation
     if slow.seconds != 2 * outcome.seconds or not _equal(slow.ends, outcome.ends):
         raise Violation(
-            "time is a unit", f"{slow.seconds} s at half the speed, {outcome.seconds} s at whole"
+            "doubling all times doubles the run",
+            f"{slow.seconds} s at half the speed, {outcome.seconds} s at whole",
         )
 
 
@@ -109,7 +110,7 @@ def _resume(schedule: Schedule, outcome: RunOutcome) -> None:
         raise rest.violation
     if rest.seconds != whole.seconds or not _equal(rest.ends, whole.ends):
         raise Violation(
-            "resumed is undisturbed",
+            "a resumed run equals an undisturbed one",
             f"{rest.ends} after {rest.seconds} s, and not {whole.ends} after {whole.seconds} s",
         )
 
@@ -140,7 +141,7 @@ def _run_mirrored(schedule: Schedule) -> None:
         if outcome.violation is not None:
             raise outcome.violation
     if not torch.allclose(plain.ends[0], other.ends[0], rtol=1e-9, atol=1e-12):
-        raise Violation("ranks are names", f"{plain.ends[0]}, mirrored {other.ends[0]}")
+        raise Violation("ranks are interchangeable", f"{plain.ends[0]}, mirrored {other.ends[0]}")
 
 
 def _factor_of_each(schedule: Schedule) -> tuple[float, ...]:
@@ -157,7 +158,7 @@ def _run_in_lockstep(schedule: Schedule, outcome: RunOutcome) -> None:
         raise plain.violation
     for rank, x in outcome.ends.items():
         if not torch.allclose(x, plain.ends[rank], rtol=1e-9, atol=1e-12):
-            raise Violation("layers are lockstep", f"rank {rank}: {x} and {plain.ends[rank]}")
+            raise Violation("layered equals allreduce", f"rank {rank}: {x} and {plain.ends[rank]}")
 
 
 def _equal(ends: dict[int, Tensor], others: dict[int, Tensor]) -> bool:

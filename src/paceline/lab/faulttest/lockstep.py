@@ -141,7 +141,7 @@ class Means(Observer):
             rank, x = next(iter(after.items()))
             self.scene.check(
                 any(close(x, mean) for mean in _means(parts, after)),
-                "the mean is over those who are there",
+                "the mean is over the members",
                 f"after exchange {number} rank {rank} is at {x.tolist()}; of"
                 f" {[(r, p.contribution.tolist(), p.weight) for r, p in parts.items()]}",
             )

@@ -159,11 +159,11 @@ def check_image(image: Image, completed: int | None) -> Checkpoint | None:
         except UsageError as error:
             unusable.append(str(error))
         if unusable:
-            raise Violation("a loss of power spoils nothing", unusable[0])
+            raise Violation("a power failure damages nothing", unusable[0])
     if completed is not None and (found is None or found.step < completed):
         step = None if found is None else found.step
         raise Violation(
-            "a checkpoint that was made stays",
+            "a completed checkpoint stays",
             f"that of step {completed} is gone; there is {step}",
         )
     return found
