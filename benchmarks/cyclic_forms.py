@@ -36,8 +36,8 @@ def clusters() -> dict[str, tuple[int, Cluster]]:
         "slow10": {"slow": {3: 10.0}},
     }
     computes = {name: replace(plain.compute, **options) for name, options in slower.items()}
-    made = {name: (4, replace(plain, compute=compute)) for name, compute in computes.items()}
-    return {"equal": (16, plain), **made}
+    uneven = {name: (4, replace(plain, compute=compute)) for name, compute in computes.items()}
+    return {"equal": (16, plain), **uneven}
 
 
 def begin_with_token_checks(stepper: Any, samples: int) -> float:

@@ -39,12 +39,12 @@ class Find(NamedTuple):
 
 
 def bugs(names: list[str]) -> list[Bug]:
-    found = []
+    selected = []
     for path in sorted(PLANTED.glob("*.patch")):
         description, methods = path.read_text(encoding="utf-8").splitlines()[:2]
         if not names or any(path.name.startswith(name) for name in names):
-            found.append(Bug(path, description, methods.removeprefix("Methods: ").split()))
-    return found
+            selected.append(Bug(path, description, methods.removeprefix("Methods: ").split()))
+    return selected
 
 
 def plant(bug: Bug, folder: Path) -> Path:

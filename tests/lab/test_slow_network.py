@@ -34,13 +34,13 @@ MODEL_BYTES = 4 * sum(p.numel() for p in make_model("mlp").parameters())
 
 def namespaces_in_use() -> set[str]:
     """The network namespaces of all processes."""
-    found = set()
+    collected = set()
     for link in Path("/proc").glob("[0-9]*/ns/net"):
         try:
-            found.add(os.readlink(link))
+            collected.add(os.readlink(link))
         except OSError:
             continue
-    return found
+    return collected
 
 
 def send_all(network: SlowNetwork, nbytes: int) -> float:
@@ -133,16 +133,16 @@ def test_a_killed_owner_leaves_no_link_behind():
 
 def interfaces_in(file: int) -> set[str]:
     """The network interfaces in the namespace of an open file."""
-    found: list[set[str]] = []
+    collected: list[set[str]] = []
 
     def list_interfaces() -> None:
         enter(f"/proc/self/fd/{file}")
-        found.append({name for _, name in socket.if_nameindex()})
+        collected.append({name for _, name in socket.if_nameindex()})
 
     thread = threading.Thread(target=list_interfaces)
     thread.start()
     thread.join()
-    return found[0]
+    return collected[0]
 
 
 def test_an_impossible_network_is_refused():
@@ -205,8 +205,10 @@ def addresses_listened_at() -> list[str]:
     """The addresses at which any process of this namespace listens."""
     lines = Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]
     lines += Path("/proc/thread-self/net/tcp6").read_text().splitlines()[1:]
-    found = [line.split()[1].partition(":")[0] for line in lines if line.split()[3] == "0A"]
-    return [socket.inet_ntoa(struct.pack("=I", int(a, 16))) if len(a) == 8 else a for a in found]
+    collected = [line.split()[1].partition(":")[0] for line in lines if line.split()[3] == "0A"]
+    return [
+        socket.inet_ntoa(struct.pack("=I", int(a, 16))) if len(a) == 8 else a for a in collected
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -190,8 +190,8 @@ def reduce_in_rank_order(transport: Any, channel: Any, argument: Any) -> Any:
     """Reduce numbers whose sum depends on the order of addition."""
     comm = Comm(transport)
     generator = torch.Generator().manual_seed(comm.rank)
-    mine = torch.randn(argument["numel"], generator=generator) * 10.0 ** (comm.rank * 3)
-    total = mine.clone()
+    own = torch.randn(argument["numel"], generator=generator) * 10.0 ** (comm.rank * 3)
+    total = own.clone()
     comm.all_reduce(total)
     expected = None
     for rank in range(comm.size):

@@ -497,13 +497,13 @@ def tcp_sockets(pid: int) -> list[tuple[str, str]]:
             open_files.add(os.readlink(fd))
         except FileNotFoundError:
             continue
-    found = []
+    sockets = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if f"socket:[{rest[5]}]" in open_files:
-                found.append((state, _address(local.split(":")[0])))
-    return found
+                sockets.append((state, _address(local.split(":")[0])))
+    return sockets
 
 
 def _address(text: str) -> str:

@@ -115,7 +115,7 @@ class Calibration:
             loading=Loading(batch_s=self.loading.start, sample_s=self.loading.slope),
             collectives=Collectives(algorithm="ring"),
             serving=Serving(bytes_per_s=1 / self.serve.slope),
-            handling=Handling(**{what: _link(line) for what, line in self.work.items()}),
+            handling=Handling(**{kind: _link(line) for kind, line in self.work.items()}),
         )
 
     def fits(self) -> list[dict[str, Any]]:
@@ -124,12 +124,12 @@ class Calibration:
             "gradient": (self.gradient, "sample"),
             "loading": (self.loading, "sample"),
             "link": (self.link, "byte"),
-            **{what: (line, "byte") for what, line in self.work.items()},
+            **{kind: (line, "byte") for kind, line in self.work.items()},
             "serve": (self.serve, "byte"),
         }
         fits = [
-            {"what": what, "start_s": line.start, f"{unit}_s": line.slope, "error": line.error}
-            for what, (line, unit) in lines.items()
+            {"what": kind, "start_s": line.start, f"{unit}_s": line.slope, "error": line.error}
+            for kind, (line, unit) in lines.items()
         ]
         varies = self.variation
         shape = {"what": "variation", "kind": varies.kind, "value": varies.value}
@@ -168,7 +168,7 @@ def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) ->
         variation=fit_variation(_factors(runs)),
         crowding=_crowding(runs, crowded),
         link=_fit_link(messages),
-        work={what: fit_work(what, [*runs, *crowded], messages) for what in WORK_KINDS},
+        work={kind: fit_work(kind, [*runs, *crowded], messages) for kind in WORK_KINDS},
         serve=fit_work("serve", runs, []),
         queued=_other_work(statistics.mean(run.queued for run in runs), min(1.0, cores / workers)),
     )
@@ -245,16 +245,16 @@ def _fit_link(messages: Sequence[OperationTime]) -> Line:
     return fit_line(list(waits), medians)
 
 
-def fit_work(what: str, runs: Sequence[StepTimes], messages: Sequence[OperationTime]) -> Line:
+def fit_work(kind: str, runs: Sequence[StepTimes], messages: Sequence[OperationTime]) -> Line:
     """Fit the processor time of a kind of work, by bytes.
 
     The time of a small vector is that of an operation alone; the time of the whole model is that
     between two gradients. The error is that of single runs against their median.
     """
-    nbytes, times = runs[0].nbytes, [run.work[what] for run in runs]
+    nbytes, times = runs[0].nbytes, [run.work[kind] for run in runs]
     whole_s = statistics.median(times)
     error = relative_error([whole_s] * len(times), times)
-    operation, share = (ROUND_TRIP, 0.5) if what in ("post", "take") else (what, 1.0)
+    operation, share = (ROUND_TRIP, 0.5) if kind in ("post", "take") else (kind, 1.0)
     small = [m for m in messages if m.operation == operation and m.nbytes < nbytes]
     if not small:
         return Line(0.0, whole_s / nbytes, error)
@@ -297,15 +297,15 @@ def batch_sizes(subject: Subject, cores: int) -> list[int | None]:
     parameters = signature(find(subject.train)).parameters
     if "batch_size" not in parameters:
         return [None]
-    given = subject.arguments.get("batch_size", parameters["batch_size"].default)
-    largest = given if isinstance(given, int) else batch_of(cores)
+    batch_size = subject.arguments.get("batch_size", parameters["batch_size"].default)
+    largest = batch_size if isinstance(batch_size, int) else batch_of(cores)
     return [*dict.fromkeys(max(1, largest // part) for part in (1, 2, 4))]
 
 
 def message_sizes(nbytes: int) -> list[int]:
     """The sizes of a small message and of the whole model, multiples of 4 bytes."""
-    whole = max(4, nbytes // 4 * 4)
-    return sorted({min(SMALL_BYTES, whole), whole})
+    model_bytes = max(4, nbytes // 4 * 4)
+    return sorted({min(SMALL_BYTES, model_bytes), model_bytes})
 
 
 # The file ----------------------------------------------------------------------------------------
@@ -349,8 +349,8 @@ def to_toml(calibration: Calibration) -> str:
         f"bytes_per_s = {cluster.serving.bytes_per_s!r}     # error {calibration.serve.error:.1%}",
         "",
     ]
-    for what, line in calibration.work.items():
-        lines += _table(f"handling.{what}", getattr(cluster.handling, what), line.error)
+    for kind, line in calibration.work.items():
+        lines += _table(f"handling.{kind}", getattr(cluster.handling, kind), line.error)
     return "\n".join(lines).rstrip() + "\n"
 
 

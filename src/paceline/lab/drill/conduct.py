@@ -266,23 +266,23 @@ def _events_text(result: Result) -> str:
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
 
-def _expect_equal(report: CaseReport, what: str, found: int, expected: int | None) -> None:
-    if expected is not None and found != expected:
-        report.failures.append(f"{found} {what}, not {expected}")
+def _expect_equal(report: CaseReport, what: str, actual: int, expected: int | None) -> None:
+    if expected is not None and actual != expected:
+        report.failures.append(f"{actual} {what}, not {expected}")
 
 
 def _expect_at_most(
-    report: CaseReport, what: str, found: float | None, limit: float | None
+    report: CaseReport, what: str, actual: float | None, limit: float | None
 ) -> None:
-    if limit is not None and found is not None and found > limit:
-        report.failures.append(f"{found:.2f} {what}, more than {limit}")
+    if limit is not None and actual is not None and actual > limit:
+        report.failures.append(f"{actual:.2f} {what}, more than {limit}")
 
 
 def _expect_at_least(
-    report: CaseReport, what: str, found: float | None, limit: float | None
+    report: CaseReport, what: str, actual: float | None, limit: float | None
 ) -> None:
-    if limit is not None and found is not None and found < limit:
-        report.failures.append(f"{found:.2f} {what}, less than {limit}")
+    if limit is not None and actual is not None and actual < limit:
+        report.failures.append(f"{actual:.2f} {what}, less than {limit}")
 
 
 # An error in the user's code ---------------------------------------------------------------------

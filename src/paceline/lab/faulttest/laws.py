@@ -100,18 +100,19 @@ def _run_alone(schedule: Schedule) -> None:
 
 def _resume(schedule: Schedule, outcome: RunOutcome) -> None:
     """A run that is resumed after a power failure ends like one that had none."""
-    saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2, faults=())
-    whole = outcome if saved == schedule else run(saved)
-    if whole.violation is not None:
-        raise whole.violation
-    rest = resume(saved, whole.images[0])
-    outcome.sites["resumed"] += rest.sites["resumed"]
-    if rest.violation is not None:
-        raise rest.violation
-    if rest.seconds != whole.seconds or not _equal(rest.ends, whole.ends):
+    checkpointed = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2, faults=())
+    original = outcome if checkpointed == schedule else run(checkpointed)
+    if original.violation is not None:
+        raise original.violation
+    resumed = resume(checkpointed, original.images[0])
+    outcome.sites["resumed"] += resumed.sites["resumed"]
+    if resumed.violation is not None:
+        raise resumed.violation
+    if resumed.seconds != original.seconds or not _equal(resumed.ends, original.ends):
         raise Violation(
             "a resumed run equals an undisturbed one",
-            f"{rest.ends} after {rest.seconds} s, and not {whole.ends} after {whole.seconds} s",
+            f"{resumed.ends} after {resumed.seconds} s,"
+            f" and not {original.ends} after {original.seconds} s",
         )
 
 
@@ -119,14 +120,14 @@ def _resume_after_losses(schedule: Schedule, outcome: RunOutcome) -> None:
     """A run that lost workers can be resumed: the lost ones join again, and all finish."""
     if not schedule.faults or not schedule.losses.goes_on or outcome.stopped:
         return
-    saved = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2)
-    whole = outcome if saved == schedule else run(saved)
-    if whole.violation is not None:
-        raise whole.violation
-    rest = resume(saved.but(faults=()), whole.images[0])
-    if rest.violation is not None:
-        raise rest.violation
-    outcome.sites["resumed after losses"] += rest.sites["joined"]
+    checkpointed = schedule.but(checkpoint_steps=schedule.checkpoint_steps or 2)
+    original = outcome if checkpointed == schedule else run(checkpointed)
+    if original.violation is not None:
+        raise original.violation
+    resumed = resume(checkpointed.but(faults=()), original.images[0])
+    if resumed.violation is not None:
+        raise resumed.violation
+    outcome.sites["resumed after losses"] += resumed.sites["joined"]
 
 
 def _run_mirrored(schedule: Schedule) -> None:

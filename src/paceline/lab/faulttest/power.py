@@ -136,8 +136,8 @@ class CheckpointFolder:
 
     def check_images(self) -> int:
         """Check that no power failure would have spoiled a checkpoint; how many were found."""
-        found = [check_image(image, completed) for image, completed in self.after_power_failures()]
-        return sum(checkpoint is not None for checkpoint in found)
+        pairs = self.after_power_failures()
+        return sum(check_image(image, completed) is not None for image, completed in pairs)
 
 
 def write_image(image: Image, root: Path) -> None:
@@ -151,19 +151,19 @@ def check_image(image: Image, completed: int | None) -> Checkpoint | None:
     """The newest checkpoint in ``image``; it must be complete, and no older than ``completed``."""
     with TemporaryDirectory(prefix="paceline-faulttest-") as folder:
         write_image(image, Path(folder))
-        found, unusable = Store(Path(folder) / "checkpoints").scan()
+        checkpoint, unusable = Store(Path(folder) / "checkpoints").scan()
         try:
-            for rank in found.ranks if found else ():
-                assert found is not None
-                load_state(found.path, f"rank{rank}")
+            for rank in checkpoint.ranks if checkpoint else ():
+                assert checkpoint is not None
+                load_state(checkpoint.path, f"rank{rank}")
         except UsageError as error:
             unusable.append(str(error))
         if unusable:
             raise Violation("a power failure damages nothing", unusable[0])
-    if completed is not None and (found is None or found.step < completed):
-        step = None if found is None else found.step
+    if completed is not None and (checkpoint is None or checkpoint.step < completed):
+        step = None if checkpoint is None else checkpoint.step
         raise Violation(
             "a completed checkpoint stays",
             f"that of step {completed} is gone; there is {step}",
         )
-    return found
+    return checkpoint

@@ -218,6 +218,6 @@ class Faults(Claim):
 
     def _slowdown(self, runs: Runs, name: str) -> Iterator[float]:
         slowed: Result
-        whole: Result
-        for slowed, whole in runs.pairs((name, "slow"), (name, "none")):
-            yield seconds(slowed) / seconds(whole)
+        undisturbed: Result
+        for slowed, undisturbed in runs.pairs((name, "slow"), (name, "none")):
+            yield seconds(slowed) / seconds(undisturbed)
