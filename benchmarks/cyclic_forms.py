@@ -42,15 +42,15 @@ def clusters() -> dict[str, tuple[int, Cluster]]:
 
 def begin_with_token_checks(stepper: Any, samples: int) -> float:
     """Replaces ``Stepper._begin``: charges the time of the gradient in small parts."""
-    stepper._transport.step_begins(stepper.steps)
+    stepper._clock.begin_step(stepper.steps)
     strategy, seconds = stepper.strategy, stepper._costs.gradient_s(samples or stepper._full_batch)
     for _ in range(CHECKS):
-        stepper._transport.compute(seconds / CHECKS)
+        stepper._clock.charge(seconds / CHECKS)
         if strategy.pending:
             strategy.seat.look()
         if strategy.pending and strategy.seat.has_token:
             strategy._take_turn(stepper.replica.flat.x, last=False)
-    charged_s: float = stepper._transport.meter.charged_s
+    charged_s: float = stepper._clock.charged_s
     return charged_s
 
 

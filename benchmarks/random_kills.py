@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.strategies import STRATEGIES, make_strategy
 
 VARIABLE = "PACELINE_TRIAL"

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from paceline.comm.base import Transport
+from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.lab.tasks.fashion import evaluate, load_images, make_loader, make_model
 from paceline.lab.tasks.recipe import EPOCHS, MOMENTUM, batch_of, learning_rate
@@ -179,13 +179,13 @@ def run_in(network: SlowNetwork, size: int, program: Callable[..., Any], job: Me
 
 @contextmanager
 def joined(
-    transport: Transport, argument: Message, strategy: str | Strategy, seed: int = 0
+    ports: Ports, argument: Message, strategy: str | Strategy, seed: int = 0
 ) -> Iterator[Worker]:
     """Move this rank into its namespace, and join the run there."""
     enter(argument["namespace"])
     os.environ.update(
-        RANK=str(transport.rank),
-        WORLD_SIZE=str(transport.size),
+        RANK=str(ports.rank),
+        WORLD_SIZE=str(ports.size),
         MASTER_ADDR=argument["master"],
         MASTER_PORT=str(argument["port"]),
     )
@@ -193,13 +193,13 @@ def joined(
         yield worker
 
 
-def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
+def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
     """The program of a rank: train, then report."""
     job = Job(**argument["job"])
     counter: Counter | None = None
     with (
         suppress(SystemExit),  # a rank that is not a worker ends so
-        joined(transport, argument, job.strategy, job.seed) as worker,
+        joined(ports, argument, job.strategy, job.seed) as worker,
     ):
         counter = Counter(worker)
         fit(worker, job, counter)
@@ -254,7 +254,7 @@ class Counter:
     """Counts the steps, samples and time of a rank; on rank 0, keeps the answers to evaluate."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self._now = worker, worker.comm.now
+        self._worker, self._now = worker, worker.comm.clock.now
         self.steps = self.samples = 0
         self._first_s = self._last_s = 0.0
         self._answers: list[tuple[float, list[Tensor]]] = []
@@ -304,10 +304,10 @@ class Latencies(NamedTuple):
     all_reduce_s: float
 
 
-def probe_rank(transport: Transport, channel: Channel, argument: Message) -> Latencies:
+def probe_rank(ports: Ports, channel: Channel, argument: Message) -> Latencies:
     """Time small round trips between pairs of ranks, then small all-reduces, on one rank."""
     small = torch.zeros(1)
-    with joined(transport, argument, "allreduce") as worker:
+    with joined(ports, argument, "allreduce") as worker:
         comm = worker.comm
         peer, first = comm.rank ^ 1, comm.rank % 2 == 0
 

@@ -24,9 +24,10 @@ import paceline as pl
 from paceline.strategies import STRATEGIES
 
 ROOT = Path(pl.__file__).parent
+PORTS = ("Mail", "Collectives", "Members", "DataQueue", "Clock", "Rendezvous", "Ports")
 INTERFACES = {
-    "comm.base.Transport": "comm/base.py",
-    "comm.base.Comm": "comm/base.py",
+    **{f"comm.ports.{port}": "comm/ports.py" for port in PORTS},
+    "comm.comm.Comm": "comm/comm.py",
     "strategies.base.Strategy": "strategies/base.py",
     "training.worker.Worker": "training/worker.py",
 }

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from paceline._version import __version__
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Comm, Limits
+    from paceline.comm.comm import Comm
+    from paceline.comm.limits import Limits
+    from paceline.comm.ports import Lost
     from paceline.common.faults import cut, degrade, freeze, join, kill, slow
     from paceline.errors import (
         CommTimeout,
@@ -36,11 +38,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Cluster": "paceline.sim.cluster",
-    "Comm": "paceline.comm.base",
+    "Comm": "paceline.comm.comm",
     "CommTimeout": "paceline.errors",
     "Deadlock": "paceline.errors",
     "Gradient": "paceline.model.gradient",
-    "Limits": "paceline.comm.base",
+    "Limits": "paceline.comm.limits",
+    "Lost": "paceline.comm.ports",
     "PacelineError": "paceline.errors",
     "PeerLost": "paceline.errors",
     "Result": "paceline.record.result",
@@ -66,6 +69,7 @@ __all__ = [
     "Deadlock",
     "Gradient",
     "Limits",
+    "Lost",
     "PacelineError",
     "PeerLost",
     "Result",

@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from paceline.comm.base import Comm, Limits
-from paceline.comm.shared.members import Standing
+from paceline.comm.comm import Comm
+from paceline.comm.limits import Limits
+from paceline.comm.shared.members import Entry, Standing
 from paceline.comm.shared.memory import Arena
-from paceline.comm.shared.transport import SharedMemoryTransport
+from paceline.comm.shared.world import SharedPorts
 
 LIKE = torch.zeros(1)
 
@@ -20,62 +21,68 @@ LIKE = torch.zeros(1)
 def two():
     """Two ranks of a run, both in this process."""
     fd = Arena.create(2)
-    yield [SharedMemoryTransport(fd, rank, 2, Limits()) for rank in range(2)]
+    yield [SharedPorts(fd, rank, 2, Limits()) for rank in range(2)]
     os.close(fd)
 
 
-def lose(rank: SharedMemoryTransport) -> None:
-    """Have the roll say that a rank has died, and the rank come again."""
-    assert rank.roll.change(rank.rank, rank.roll[rank.rank], Standing.DIED)
-    rank.rejoin()
+def strike(rank: SharedPorts) -> Entry | None:
+    """Have the member table say that a rank has died."""
+    table = rank.shared.table
+    return table.change(rank.rank, table[rank.rank], Standing.DIED)
+
+
+def lose(rank: SharedPorts) -> None:
+    """Have a rank die, and come again."""
+    assert strike(rank)
+    rank.members.rejoin()
 
 
 def test_a_loss_is_heard_before_what_the_next_life_says(two, monkeypatch):
     """Also when both come about while the one who is to hear of them waits already."""
     reader, other = two
-    comm, take = Comm(reader), reader.take
+    comm, take = Comm(reader), reader.mail.receive
 
     def take_meanwhile(*args, **how):
-        monkeypatch.setattr(reader, "take", take)
+        monkeypatch.setattr(reader.mail, "receive", take)
         lose(other)
-        assert other.post(LIKE + 7, 0, 0)
+        assert other.mail.post(LIKE + 7, 0, 0, b"")
         return take(*args, **how)
 
-    monkeypatch.setattr(reader, "take", take_meanwhile)
-    assert comm.recv_or_loss(LIKE) == (1, None)
-    assert comm.recv_or_loss(LIKE) == (1, torch.tensor([7.0]))
+    monkeypatch.setattr(reader.mail, "receive", take_meanwhile)
+    assert comm.receive_any(LIKE).ranks == (1,)
+    assert comm.receive_any(LIKE) == (1, torch.tensor([7.0]), b"")
 
 
 def test_what_a_life_said_that_is_over_is_not_heard(two, monkeypatch):
     reader, other = two
-    comm, take = Comm(reader), reader.take
+    comm, take = Comm(reader), reader.mail.receive
     said = iter([1.0, 2.0])
 
     def take_meanwhile(*args, **how):
         lose(other)
-        assert other.post(LIKE + next(said), 0, 0)
+        assert other.mail.post(LIKE + next(said), 0, 0, b"")
         return take(*args, **how)
 
-    monkeypatch.setattr(reader, "take", take_meanwhile)
-    assert comm.recv_or_loss(LIKE) == (1, None)
+    monkeypatch.setattr(reader.mail, "receive", take_meanwhile)
+    assert comm.receive_any(LIKE).ranks == (1,)
     lose(other)
-    assert comm.recv_or_loss(LIKE) == (1, None)
-    assert comm.recv_or_loss(LIKE) == (1, None)
-    assert comm.recv_or_loss(LIKE) == (1, torch.tensor([2.0]))
+    assert comm.receive_any(LIKE).ranks == (1,)
+    assert comm.receive_any(LIKE).ranks == (1,)
+    assert comm.receive_any(LIKE) == (1, torch.tensor([2.0]), b"")
 
 
 def test_what_is_said_to_a_new_life_at_once_is_heard(two, monkeypatch):
     writer, other = two
-    enter = other.roll.enter
+    enter = other.shared.table.enter
 
     def enter_and_be_written_to(rank, late):
         entry = enter(rank, late)
-        assert writer.post(LIKE + 7, 1, 0)
+        assert writer.mail.post(LIKE + 7, 1, 0, b"")
         return entry
 
-    monkeypatch.setattr(other.roll, "enter", enter_and_be_written_to)
+    monkeypatch.setattr(other.shared.table, "enter", enter_and_be_written_to)
     lose(other)
-    assert Comm(other).poll(LIKE) == [(0, torch.tensor([7.0]))]
+    assert Comm(other).poll(LIKE) == [(0, torch.tensor([7.0]), b"")]
 
 
 # Batches -----------------------------------------------------------------------------------------
@@ -110,18 +117,18 @@ class Fragile:
 
 @contextmanager
 def killed_after(rank, stores):
-    words = rank.words
-    rank.words = Fragile(words, stores)
+    words = rank.shared.words
+    rank.shared.words = Fragile(words, stores)
     with suppress(Killed):
         yield
-    rank.words = words
+    rank.shared.words = words
 
 
 def hold_three(rank):
     """Take three batches, and make use of the first."""
     for _ in range(3):
-        rank.ticket(0, 0)
-    rank.done_with(0, 0, 0)
+        rank.queue.draw(0, 0)
+    rank.queue.mark_used(0, 0, 0)
 
 
 @pytest.mark.parametrize("stores", range(4))
@@ -132,27 +139,27 @@ def test_a_kill_while_a_batch_is_drawn_loses_none_and_doubles_none(two, stores, 
     if comes_again:
         lose(other)  # so that there are batches to be given out again
     with killed_after(other, stores):
-        other.ticket(0, epoch)
-    assert other.roll.change(1, other.roll[1], Standing.DIED)
+        other.queue.draw(0, epoch)
+    assert strike(other)
     first = 0 if epoch else 1
-    assert sorted(reader.ticket(0, epoch) for _ in range(9)) == list(range(first, first + 9))
+    assert sorted(reader.queue.draw(0, epoch) for _ in range(9)) == list(range(first, first + 9))
 
 
 @pytest.mark.parametrize("stores", range(5))
 def test_a_kill_while_batches_are_taken_back_loses_none_and_doubles_none(two, stores):
     reader, other = two
     hold_three(other)
-    struck = other.roll.change(1, other.roll[1], Standing.DIED)
+    struck = strike(other)
     with killed_after(reader, stores):
-        reader._take_back(1, struck)
-    assert sorted(reader.ticket(0, 0) for _ in range(9)) == list(range(1, 10))
+        reader.batches.take_back(1, struck)
+    assert sorted(reader.queue.draw(0, 0) for _ in range(9)) == list(range(1, 10))
 
 
 def test_batches_are_not_taken_from_who_has_come_again_meanwhile(two):
     reader, other = two
     hold_three(other)
-    struck = other.roll.change(1, other.roll[1], Standing.DIED)
-    other.rejoin()
-    assert [other.ticket(0, 0) for _ in range(3)] == [1, 2, 3]
-    reader._take_back(1, struck)
-    assert reader.ticket(0, 0) == 4 and other.batches_in_hand(1)
+    struck = strike(other)
+    other.members.rejoin()
+    assert [other.queue.draw(0, 0) for _ in range(3)] == [1, 2, 3]
+    reader.batches.take_back(1, struck)
+    assert reader.queue.draw(0, 0) == 4 and other.batches.in_hand(1)

@@ -17,7 +17,7 @@ import pytest
 from support.hermetic import outside
 
 import paceline as pl
-from paceline.comm.base import Transport, Work
+from paceline.comm import ports
 from paceline.common.faults import KINDS, Fault
 from paceline.lab.tasks.recipe import FOLDERS
 from paceline.sim.cluster import (
@@ -217,9 +217,20 @@ def public(cls: type) -> set[str]:
     return {name for name in vars(cls) if not name.startswith("_")}
 
 
+PORTS = (
+    ports.Mail,
+    ports.Collectives,
+    ports.Members,
+    ports.DataQueue,
+    ports.Clock,
+    ports.Rendezvous,
+    ports.Ports,
+)
+
+
 def test_the_contracts_page_names_every_operation():
     fields = {f.name for f in dataclasses.fields(pl.Limits)}
-    wanted = public(pl.Comm) | public(Transport) | public(Work) | fields
+    wanted = public(pl.Comm) | fields | set().union(*map(public, PORTS))
     assert wanted <= words_of("comm-contract.md")
 
 
@@ -246,9 +257,9 @@ def test_the_loops_that_are_shown_go_on_where_a_worker_gets_no_batch(page):
         def watched(*loaders, **how):
             class Loader:
                 def __iter__(self):
-                    begun[worker.rank, worker.comm.life(worker.rank)] += 1
+                    begun[worker.rank, worker.comm.incarnation(worker.rank)] += 1
                     for number, batch in enumerate(paced):
-                        begun[worker.rank, worker.comm.life(worker.rank)] -= number == 0
+                        begun[worker.rank, worker.comm.incarnation(worker.rank)] -= number == 0
                         yield batch
 
             paced = share(*loaders, **how)

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import MeteredPorts
 from paceline.common.reference import refer_to
 from paceline.lab.tasks import fashion
 from paceline.launcher.supervisor import run_ranks
@@ -51,7 +51,7 @@ def plain(net: nn.Module) -> SGD:
 def paced(strategy: str, optimizer: Callable[[nn.Module], SGD]) -> Way:
     def set_up(net: nn.Module, transport: Any) -> Training:
         method = make_strategy(strategy)
-        session = Session(MeteredTransport(transport), method, workers=transport.size, seed=0)
+        session = Session(MeteredPorts(transport), method, workers=transport.size, seed=0)
         return Worker(session).setup(net, optimizer(net))
 
     return set_up

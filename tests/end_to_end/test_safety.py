@@ -18,9 +18,9 @@ from support import runs
 from support.worlds import on_both, on_distributed, on_shared_memory, run_program
 
 import paceline as pl
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.shared.memory import RANGE_BYTES, Arena
-from paceline.comm.shared.transport import SharedMemoryTransport
+from paceline.comm.shared.world import SharedPorts
 from paceline.common.reference import refer_to
 from paceline.errors import MessageMismatch, UsageError
 from paceline.launcher.supervisor import run_ranks
@@ -159,7 +159,7 @@ def test_a_run_needs_few_files_one_core_and_no_place_for_temporary_ones(tmp_path
 def two_ranks():
     """Two ranks of shared memory in this process, the second of which writes what it likes."""
     fd = Arena.create(2)
-    yield [SharedMemoryTransport(fd, rank, 2, Limits()) for rank in range(2)]
+    yield [SharedPorts(fd, rank, 2, Limits()) for rank in range(2)]
     os.close(fd)
 
 
@@ -168,42 +168,44 @@ WORD = st.one_of(st.integers(-8, 64), st.integers(-(2**63), 2**63 - 1))
 
 @on_shared_memory
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=1000)
-@given(code=WORD, numel=WORD, place=WORD)
+@given(code=WORD, numel=WORD, offset=WORD, header=st.one_of(st.just(0), WORD))
 def test_garbage_in_a_mailbox_is_refused_and_the_next_message_arrives(
-    two_ranks, code, numel, place
+    two_ranks, code, numel, offset, header
 ):
     reader, writer = two_ranks
-    like, lives = torch.zeros(3), (1 << 20) + 1
-    index = reader.layout.slot(1, 0, 0)
-    writer.words.write(index + 1, (0, code, numel, place, lives))
-    writer.words.announce(index, writer.words[index] + 1)
+    like, both = torch.zeros(3), (1 << 20) + 1
+    words, index = writer.shared.words, reader.shared.layout.slot(1, 0, 0)
+    words.write(index + 1, (0, code, numel, offset, both, header))
+    words.announce(index, words[index] + 1)
+    end = 3 * RANGE_BYTES - 12
     try:
-        _, x = reader.take_now(like, (1,), 0)
-        assert (code, numel) == (0, 3) and x.shape == like.shape
+        message = reader.mail.try_receive(like, (1,), 0)
+        assert (code, numel) == (0, 3) and message.x.shape == like.shape
+        assert len(message.header) == header
     except MessageMismatch:
-        assert (code, numel) != (0, 3) or not 0 <= place <= 3 * RANGE_BYTES - 12
-    writer._sequence = max(writer._sequence, writer.words[index])
-    assert writer.post(torch.ones(3), 0, 0)
-    assert reader.take_now(like, (1,), 0)[1].tolist() == [1.0] * 3
+        assert (code, numel) != (0, 3) or not 0 <= offset <= end or not 0 <= header <= end - offset
+    writer.shared.sequence = max(writer.shared.sequence, words[index])
+    assert writer.mail.post(torch.ones(3), 0, 0, b"")
+    assert reader.mail.try_receive(like, (1,), 0).x.tolist() == [1.0] * 3
 
 
 # One process for each rank -----------------------------------------------------------------------
 
 
-def claim_another(transport, channel, argument):
+def claim_another(ports, channel, argument):
     """Rank 1 tries to be rank 0 as well, while that lives."""
     word = torch.zeros(1)
-    if transport.rank == 0:
-        transport.take(word, (1,), 0, "the end")
+    if ports.rank == 0:
+        ports.mail.receive(word, (1,), 0, "the end")
         return "here"
     try:
-        SharedMemoryTransport(transport._fd, 0, transport.size, Limits())
+        SharedPorts(ports.shared.fd, 0, ports.size, Limits())
     except UsageError as error:
         refused = str(error)
     else:
         refused = ""
-    alive = transport.alive()
-    transport.start_send(word, 0, 0).wait()
+    alive = ports.members.alive()
+    ports.mail.start_send(word, 0, 0, b"").wait()
     return [refused, alive]
 
 

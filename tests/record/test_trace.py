@@ -142,7 +142,7 @@ def test_the_hash_of_a_run_is_that_of_its_file(tmp_path):
 
     def train(worker):
         for _ in range(3):
-            worker.comm.compute(0.1 * (1 + worker.rank))
+            worker.comm.clock.charge(0.1 * (1 + worker.rank))
             worker.comm.barrier()
 
     run = pl.simulate(train, workers=3, cluster="mixed-lab", out=tmp_path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.base import Comm, Limits
+from paceline.comm.comm import Comm
+from paceline.comm.limits import Limits
 from paceline.sim.cluster import Cluster, Handling, Link
 from paceline.sim.world import World
 
@@ -30,7 +31,7 @@ def run(body, size=2, **cluster):
     def on_rank(transport):
         comm = Comm(transport)
         body(comm, torch.zeros(NBYTES // 4))
-        ends[comm.rank] = comm.now()
+        ends[comm.rank] = comm.clock.now()
 
     world.run(on_rank)
     return [ends[rank] for rank in sorted(ends)]
@@ -62,21 +63,17 @@ def reduce(comm, x):
     comm.all_reduce(x)
 
 
-def reduce_later(comm, x):
-    comm.start_all_reduce(x).wait()
-
-
 def ask_a_server(comm, x):
     if comm.rank == 0:
         comm.send(x, 1)
     else:
-        comm.serves()
+        comm.clock.mark_as_server()
         comm.recv(x, 0)
 
 
 def measure_only(comm, x):
-    comm.uncharged().all_reduce(x)
-    comm.uncharged().peek(1 - comm.rank)
+    comm.off_meter().all_reduce(x)
+    comm.off_meter().peek(1 - comm.rank)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,6 @@ def measure_only(comm, x):
         (rendezvous, [1.0, 3.5]),
         (look, [12.0, 12.0]),
         (reduce, [16.0, 16.0]),
-        (reduce_later, [16.0, 16.0]),
         (ask_a_server, [1.0, 1.0]),
         (measure_only, [0.0, 0.0]),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.ranks import Others, Ranks, everyone, ranks
-from paceline.sim.inbox import Inbox, Message
+from paceline.sim.inbox import Inbox, Letter
 
 RANKS, TAGS = st.integers(0, 2), st.sampled_from([0, 0, 0, 1])
 ASKED = st.sampled_from([(0,), (1,), (0, 1), (1, 2), (0, 1, 2)])
@@ -36,7 +36,7 @@ def test_a_mailbox_finds_the_first_that_arrived(script):
     for what, *how in script:
         if what == "add":
             src, tag, posted, at_s = how
-            plain.append(Message(src, tag, None, posted, at_s))
+            plain.append(Letter(src, tag, None, b"", posted, at_s))
             inbox.add(plain[-1])
         elif what == "take":
             found = inbox.find(*how)
@@ -76,7 +76,10 @@ def test_ranks_and_others_are_what_a_tuple_says(members, gone):
 
 
 def test_what_one_asked_for_alone_does_not_bring_its_next_one_forward():
-    inbox, sent = Inbox(), [Message(src, 0, None, True, s) for src, s in ((0, 1), (1, 2), (1, 5))]
+    inbox, sent = (
+        Inbox(),
+        [Letter(src, 0, None, b"", True, s) for src, s in ((0, 1), (1, 2), (1, 5))],
+    )
     for message in sent:
         inbox.add(message)
     assert inbox.find((1,), 0, 3) is sent[1]

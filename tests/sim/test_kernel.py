@@ -150,7 +150,7 @@ def test_a_wait_ends_at_its_limit_unless_it_is_patient():
                 baton.wait(1, "recv", [0])
             seen[1] = (baton.calendar.now_s, caught.value.waited_s, caught.value.rank)
         else:
-            baton.wait(2, "recv_any", [0], patient=True)
+            baton.wait(2, "receive_any", [0], patient=True)
             seen[2] = baton.calendar.now_s
 
     run(3, body, limit_s=10.0)

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from support.worlds import on_shared_memory
 
 import paceline as pl
-from paceline.comm.base import Comm, Limits
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.comm import Comm
+from paceline.comm.limits import Limits
+from paceline.comm.metered import MeteredPorts
+from paceline.comm.ports import Lost
 from paceline.common.reference import find
 from paceline.errors import PeersGone
 from paceline.record.folder import largest_difference
@@ -191,7 +193,7 @@ def act_at_random(comm, seed, stepper):
     choose, seen = random.Random(seed * 64 + comm.rank), []
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     for number in range(choose.randrange(30)):
-        comm.compute(choose.random() * stepper[comm.rank])
+        comm.clock.charge(choose.random() * stepper[comm.rank])
         x, peer = torch.tensor([comm.rank + number / 64]), choose.choice(others)
         tag = choose.randrange(2)
         deed = choose.choice(
@@ -200,7 +202,7 @@ def act_at_random(comm, seed, stepper):
                 partial(comm.poll, X, tag),
                 partial(comm.publish, x),
                 partial(comm.peek, peer),
-                partial(comm.ticket, 0, number // 8),
+                partial(comm.ports.queue.draw, 0, number // 8),
                 comm.alive,
             ]
         )
@@ -210,11 +212,12 @@ def act_at_random(comm, seed, stepper):
 
 def serve(comm, seed, stepper):
     """Take what comes, from whomever, until nobody is left."""
-    seen, hear = [], comm.recv_any if seed % 2 else comm.recv_or_loss
+    seen = []
     try:
         while True:
-            seen.append(repr(hear(X)))
-            comm.compute(stepper[comm.rank])
+            got = comm.receive_any(X)
+            seen.append(f"lost {got.ranks}" if isinstance(got, Lost) else repr(got))
+            comm.clock.charge(stepper[comm.rank])
     except PeersGone:
         return seen
 
@@ -225,7 +228,7 @@ def run_at_random(folder, seed, cluster, stepper, replay=None):
     trace, seen = Trace(folder / "trace.jsonl"), {}
 
     def body(transport):
-        metered = replay.follow(transport, trace) if replay else MeteredTransport(transport, trace)
+        metered = replay.follow(transport, trace) if replay else MeteredPorts(transport, trace)
         act = serve if transport.rank == 3 else act_at_random
         seen[transport.rank] = act(Comm(metered), seed, stepper)
         metered.close()
@@ -263,9 +266,9 @@ def test_at_another_pace_ranks_see_something_else_unless_it_is_a_replay(tmp_path
 
 def test_who_is_here_is_noted_when_it_changes(tmp_path):
     def leave_in_turn(worker):
-        worker.comm.compute(worker.rank * 1.0)
+        worker.comm.clock.charge(worker.rank * 1.0)
         for _ in range(4):
-            worker.comm.compute(0.4)
+            worker.comm.clock.charge(0.4)
             worker.comm.alive()
 
     pl.simulate(leave_in_turn, workers=3, cluster="ideal", out=tmp_path)
@@ -312,7 +315,7 @@ def with_other_bytes(lines):
         (
             3,
             without_first("recv"),
-            r"rank 3 .* is publish \(.*comes to recv_any with tag 1",
+            r"rank 3 .* is publish \(.*comes to receive_any with tag 1",
         ),
     ],
 )
@@ -513,4 +516,4 @@ def test_a_folder_that_names_what_no_run_has_written_is_refused(
 @on_shared_memory
 def test_what_a_replay_runs_is_said(script, recorded, paceline):
     done = paceline("sim", "--replay", recorded)
-    assert f"Replaying {recorded}, which has train of {script} run" in " ".join(done.out.split())
+    assert f"Replaying {recorded}, a run of train in {script}" in " ".join(done.out.split())

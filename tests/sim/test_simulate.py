@@ -21,7 +21,8 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.comm.base import Comm, Limits
+from paceline.comm.comm import Comm
+from paceline.comm.limits import Limits
 from paceline.common.faults import parse_fault
 from paceline.record.trace import read
 from paceline.sim.cluster import (
@@ -192,15 +193,15 @@ def test_a_worker_joins_when_it_is_told():
     def program(transport, channel, argument):
         comm = Comm(transport)
         if comm.rank == 2:
-            joined_s = comm.now()
-            comm.compute(1.0)
-            transport.arrived()
-            comm.compute(2.0)
+            joined_s = comm.clock.now()
+            comm.clock.charge(1.0)
+            transport.members.announce_ready()
+            comm.clock.charge(2.0)
             return joined_s
         seen = []
         while not seen or 2 not in seen[-1]:
             seen.append(comm.alive())
-            comm.compute(0.5)
+            comm.clock.charge(0.5)
         return seen
 
     outcome = run_program("simulated", program, 3, faults=[pl.join(rank=2).at(seconds=1.2)])
@@ -238,7 +239,7 @@ def test_a_program_that_would_hang_on_gloo_is_refused_with_every_rank_named():
 
 def test_a_rank_that_raises_is_named_with_the_virtual_time():
     def broken(worker):
-        worker.comm.compute(1.5)
+        worker.comm.clock.charge(1.5)
         if worker.rank == 1:
             raise KeyError("oops")
         worker.comm.barrier()
@@ -284,7 +285,7 @@ def test_accumulation_and_short_batches_are_charged_for_what_they_are():
 def test_the_limits_hold_in_virtual_time():
     def uneven(worker):
         if worker.rank == 0:
-            worker.comm.compute(100.0)
+            worker.comm.clock.charge(100.0)
         worker.comm.barrier()
 
     with pytest.raises(pl.CommTimeout, match=r"waited 20 s in all_reduce for rank 0, alive"):
@@ -293,7 +294,7 @@ def test_the_limits_hold_in_virtual_time():
 
 def test_a_freeze_in_the_middle_of_computing_delays_the_arrival():
     def compute(worker):
-        worker.comm.compute(1.0 + worker.rank)
+        worker.comm.clock.charge(1.0 + worker.rank)
         worker.comm.barrier()
         worker.log(done=True)
 
@@ -304,7 +305,7 @@ def test_a_freeze_in_the_middle_of_computing_delays_the_arrival():
 
 def test_who_is_killed_while_computing_has_not_arrived():
     def compute(worker):
-        worker.comm.compute(1.0 + worker.rank)
+        worker.comm.clock.charge(1.0 + worker.rank)
         worker.comm.barrier()
 
     with pytest.raises(pl.PeerLost, match=r"lost rank 2 in all_reduce after 1\.00 s"):
@@ -383,15 +384,15 @@ def talk(transport, channel, argument):
     elif way == "peek":
         if comm.rank == 0:
             comm.publish(x)
-            comm.compute(100.0)
+            comm.clock.charge(100.0)
         elif comm.rank == 1:
-            comm.compute(1e-6)
+            comm.clock.charge(1e-6)
             comm.peek(0)
     elif comm.rank == 0:
         (comm.send if way == "send" else comm.post)(x, 1)
     elif comm.rank == 1:
         comm.recv(x, 0)
-    return comm.now()
+    return comm.clock.now()
 
 
 def arrival(way, *faults, size=3, **how):
@@ -427,12 +428,12 @@ def test_two_messages_over_a_cut_link_keep_their_order_and_queue_at_the_card():
         comm = Comm(transport)
         if comm.rank == 0:
             comm.post(torch.full((125_000,), 1.0), 1)
-            comm.compute(3.0)
+            comm.clock.charge(3.0)
             comm.post(torch.full((125_000,), 2.0), 1)
             return None
         like, taken = torch.zeros(125_000), []
         for _ in range(2):
-            taken.append((comm.recv(like, 0)[0].item(), comm.now()))
+            taken.append((comm.recv(like, 0)[0].item(), comm.clock.now()))
         return taken
 
     from support.worlds import run_program

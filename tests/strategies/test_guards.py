@@ -257,7 +257,7 @@ def test_a_worker_without_a_good_gradient_does_not_keep_the_token():
             loss = net(torch.ones(1, 2)).sum()
             (loss * math.nan if worker.rank == BAD and step >= 4 else loss).backward()
             sgd.step()
-            made.append((worker.comm.now(), worker.rank, step))
+            made.append((worker.comm.clock.now(), worker.rank, step))
 
     pl.simulate(train, workers=3, strategy="cyclic(max_accumulated=1)", cluster=beat(*[1.0] * 4))
     end_s = max(time_s for time_s, rank, _ in made if rank == BAD)

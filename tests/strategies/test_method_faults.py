@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.common.faults import freeze, join, kill, slow
 from paceline.errors import PeerLost
 from paceline.model.hyperparameters import read_hyperparameters
@@ -61,7 +61,7 @@ def run(strategy, faults=(), epochs=2, cluster=PLACE, **how):
                 sgd.zero_grad()
                 (net(x) - 1).square().mean().backward()
                 sgd.step()
-                taken.append((worker.comm.now(), worker.rank, epoch, tuple(numbers.tolist())))
+                taken.append((worker.comm.clock.now(), worker.rank, epoch, tuple(numbers.tolist())))
         worker.finish()
         ends[worker.rank] = flat(net)
 
@@ -272,7 +272,7 @@ def test_a_late_worker_of_ssp_holds_nobody_back():
             sgd.zero_grad()
             net(torch.ones(1, 1)).sum().backward()
             sgd.step()
-            times.append((worker.rank, worker.comm.now()))
+            times.append((worker.rank, worker.comm.clock.now()))
 
     pl.simulate(train, workers=3, strategy="ssp(bound=3)", cluster=PLACE, faults=data)
     assert sum(rank == 0 and 35 < now_s < 55 for rank, now_s in times) >= 16

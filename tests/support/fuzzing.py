@@ -15,9 +15,10 @@ import torch
 
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import MANIFEST, METRICS, open_checkpoint, seal
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
+from paceline.comm.shared.layout import SLOT_WORDS, WINDOW_WORDS
 from paceline.comm.shared.memory import RANGE_BYTES, Arena
-from paceline.comm.shared.transport import SharedMemoryTransport
+from paceline.comm.shared.world import SharedPorts
 from paceline.common.faults import KINDS, parse_fault
 from paceline.errors import MessageMismatch, UsageError
 from paceline.lab.faulttest.schedule import Schedule
@@ -208,15 +209,15 @@ class Mailbox:
 
     def __init__(self) -> None:
         fd = Arena.create(2)
-        self.reader, self.writer = (SharedMemoryTransport(fd, rank, 2, Limits()) for rank in (0, 1))
+        self.reader, self.writer = (SharedPorts(fd, rank, 2, Limits()) for rank in (0, 1))
         self.like = torch.arange(3.0)
-        self.writer.publish(self.like)
-        self.writer.post(self.like, 0, 1)
-        layout, words = self.writer.layout, self.writer.words
+        self.writer.mail.publish(self.like, b"header")
+        self.writer.mail.post(self.like, 0, 1, b"header")
+        layout, words = self.writer.shared.layout, self.writer.shared.words
         self.slot, self.window = layout.slot(1, 0, 0), layout.window(1)
         self.receipt = layout.receipt(1, 0, 0)
-        self.message = words.read(self.slot, 6)
-        self.shown = words.read(self.window, 9)
+        self.message = words.read(self.slot, SLOT_WORDS)
+        self.shown = words.read(self.window, WINDOW_WORDS)
 
     @classmethod
     def get(cls) -> Mailbox:
@@ -229,12 +230,12 @@ def read_a_message(words_of: list[tuple[int, int]]) -> None:
     box = Mailbox.get()
     words = list(box.message)
     for index, word in words_of:
-        words[index % 6] = word
-    box.reader.words.write(box.slot, tuple(words))
-    box.reader.words[box.receipt] = 0
+        words[index % SLOT_WORDS] = word
+    box.reader.shared.words.write(box.slot, tuple(words))
+    box.reader.shared.words[box.receipt] = 0
     with suppress(MessageMismatch):
-        taken = box.reader.take_now(box.like, (1,), 1)
-        assert taken is None or (taken[0] == 1 and taken[1].shape == box.like.shape)
+        taken = box.reader.mail.try_receive(box.like, (1,), 1)
+        assert taken is None or (taken.src == 1 and taken.x.shape == box.like.shape)
 
 
 def read_a_window(words_of: list[tuple[int, int]]) -> None:
@@ -242,11 +243,11 @@ def read_a_window(words_of: list[tuple[int, int]]) -> None:
     words = list(box.shown)
     for index, word in words_of:
         words[index] = word
-    box.reader.words.write(box.window, tuple(words))
+    box.reader.shared.words.write(box.window, tuple(words))
     for like in (box.like, None):
         with suppress(MessageMismatch):
-            seen = box.reader.peek(1, like)
-            assert seen is None or like is None or seen[1].shape == like.shape
+            seen = box.reader.mail.peek(1, like)
+            assert seen is None or like is None or seen.x.shape == like.shape
 
 
 TARGETS = {

@@ -1,15 +1,17 @@
-"""Programs for ranks: each runs on every transport, in real processes if it has them."""
+"""Programs for ranks: each is run in every world, in real processes where there are any."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import torch
 
-from paceline.comm.base import Comm
+from paceline.comm.comm import Comm
+from paceline.comm.ports import Lost
 from paceline.common.faults import freeze, kill
 from paceline.errors import CommTimeout, MessageMismatch, PeerLost, PeersGone
 
@@ -19,46 +21,46 @@ def vector(*values: float) -> torch.Tensor:
 
 
 def pause(comm: Comm) -> None:
-    """Let the other ranks run for a moment, in virtual and in real time."""
-    comm.compute(0.001)
+    """Let the others go on for a moment, on the clock of this world."""
+    comm.clock.charge(0.001)
     time.sleep(0.001)
 
 
-def die(transport: Any, how: str) -> None:
+def die(ports: Any, how: str) -> None:
     """Kill or freeze this rank, as a fault would."""
-    if hasattr(transport, "world"):
-        fault = (kill if how == "kill" else freeze)(rank=transport.rank)
-        transport.world.inject(fault)
-        transport.step_begins(-1)
+    if hasattr(ports, "world"):
+        fault = (kill if how == "kill" else freeze)(rank=ports.rank)
+        ports.world.inject(fault)
+        ports.clock.begin_step(-1)
     else:
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
-def who_is_here(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def who_is_here(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     alive = comm.alive()
     comm.barrier()
     return [comm.rank, comm.size, list(alive)]
 
 
-def send_and_receive(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def send_and_receive(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
-    received = []
+    got = []
     for dtype in dtypes:
         x = torch.arange(7).to(dtype).view(7, 1)
         if comm.rank == 0:
             comm.send(x, 1, tag=5)
         elif comm.rank == 1:
             y = comm.recv(x, 0, tag=5)
-            received.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
+            got.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
     comm.barrier()
-    return received
+    return got
 
 
-def order_and_tags(transport: Any, channel: Any, argument: Any) -> Any:
+def order_and_tags(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 0 posts twice with tag 1, then sends with tag 2; rank 1 receives tag 2 first."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     if comm.rank == 0:
         comm.post(vector(1), 1, tag=1)
         comm.post(vector(2), 1, tag=1)
@@ -69,39 +71,62 @@ def order_and_tags(transport: Any, channel: Any, argument: Any) -> Any:
     return [third.item(), first.item(), second.item()]
 
 
-def send_waits(transport: Any, channel: Any, argument: Any) -> Any:
-    """A send is done when its message was received, not before."""
-    comm = Comm(transport)
+def send_waits(ports: Any, channel: Any, argument: Any) -> Any:
+    """A send returns when its message was taken, not before: rank 1 notes when it took it."""
+    comm = Comm(ports)
     if comm.rank == 0:
-        sending = transport.start_send(vector(1), 1, 0)
-        before = sending.done()
-        comm.post(vector(0), 1, tag=9)  # only now may rank 1 receive it
+        sending = ports.mail.start_send(vector(1), 1, 0, b"")
+        comm.post(vector(0), 1, tag=9)  # only now may rank 1 take it
         sending.wait()
-        return [before, sending.done()]
+        return comm.clock.now()
     comm.recv(vector(0), 0, tag=9)
-    return comm.recv(vector(0), 0).item()
+    pause(comm)
+    before_s = comm.clock.now()
+    comm.recv(vector(0), 0)
+    return before_s
 
 
-def receive_from_all(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def receive_from_all(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     if comm.rank:
         for number in range(3):
             comm.send(vector(comm.rank, number), 0)
         return None
-    received = [comm.recv_any(vector(0, 0)) for _ in range(3 * (comm.size - 1))]
-    return [[src, x.tolist()] for src, x in received]
+    got = []
+    while len(got) < 3 * (comm.size - 1):
+        message = comm.receive_any(vector(0, 0))
+        if not isinstance(message, Lost):
+            got.append([message.src, message.x.tolist()])
+    return got
 
 
-def ring(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def headers(ports: Any, channel: Any, argument: Any) -> Any:
+    """A header travels beside its vector, also beside an empty one, and in a window."""
+    comm = Comm(ports)
+    x, empty = vector(1, 2, 3), vector()
+    if comm.rank == 0:
+        comm.publish(x, header=b"window")
+        comm.post(x, 1, header=b"posted!")
+        comm.post(empty, 1, tag=1, header=b"no vector")
+        comm.send(x, 1, tag=2, header=b"sent")
+        comm.barrier()
+        return None
+    got = [comm.receive(x, 0), comm.receive(empty, 0, tag=1), comm.receive(x, 0, tag=2)]
+    seen = comm.peek(0, x)
+    comm.barrier()
+    return [[m.header.decode(), m.x.tolist()] for m in (*got, seen)]
+
+
+def ring(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     x = vector(comm.rank)
     for _ in range(comm.size - 1):
         x = comm.exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
     return x.item()
 
 
-def post_and_poll(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def post_and_poll(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     if comm.rank == 0:
         x = vector(1)
         posted = []
@@ -114,18 +139,18 @@ def post_and_poll(transport: Any, channel: Any, argument: Any) -> Any:
         return posted
     empty = comm.poll(vector(0), tag=3)
     comm.recv(vector(0), 0, tag=1)
-    polled = comm.poll(vector(0))
-    while len(polled) < 2:
+    taken = comm.poll(vector(0))
+    while len(taken) < 2:
         pause(comm)
-        polled += comm.poll(vector(0))
+        taken += comm.poll(vector(0))
     comm.send(vector(0), 0, tag=2)
     last = comm.recv(vector(0), 0)
-    return [empty, [[src, x.item()] for src, x in polled], last.item()]
+    return [empty, [[m.src, m.x.item()] for m in taken], last.item()]
 
 
-def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
+def publish_and_peek(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 0 publishes constant vectors as fast as it can; the others read them."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     numel, count = argument["numel"], argument["count"]
     if comm.rank == 0:
         comm.barrier()
@@ -136,11 +161,11 @@ def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
     comm.barrier()
     last, torn, backwards, wrong, reads = 0, 0, 0, 0, 0
     while last < count:
-        read = comm.peek(0, torch.empty(numel))
-        if read is None:
+        seen = comm.peek(0, torch.empty(numel))
+        if seen is None:
             pause(comm)
             continue
-        version, x = read
+        version, x, _ = seen
         torn += int((x != x[0]).any())
         wrong += int(x[0].item() != version)
         backwards += version < last
@@ -149,9 +174,9 @@ def publish_and_peek(transport: Any, channel: Any, argument: Any) -> Any:
     return [unpublished, torn, wrong, backwards, reads > 0]
 
 
-def shelve_and_look(transport: Any, channel: Any, argument: Any) -> Any:
+def shelve_and_look(ports: Any, channel: Any, argument: Any) -> Any:
     """Each rank fills its shelves, one of them twice, beside its window; all look at the others."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     before = [comm.shelved(peer, 0) for peer in range(comm.size) if peer != comm.rank]
     comm.barrier()
     for number in range(2):
@@ -169,26 +194,34 @@ def shelve_and_look(transport: Any, channel: Any, argument: Any) -> Any:
     return [before, seen]
 
 
-def reduce_all(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def reduce_all(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     x = torch.full((argument["numel"],), float(comm.rank + 1))
-    count = comm.all_reduce(x)
+    count = comm.all_reduce(x).weight
     same = bool((x == x[0]).all()) if x.numel() else True
     return [count, x[0].item() if x.numel() else None, same]
 
 
-def reduce_weighted(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def reduce_weighted(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     some = vector(comm.rank, 1)
-    total = comm.all_reduce(some, weight=2 * comm.rank)  # rank 0 contributes nothing
+    total = comm.all_reduce(some, weight=2 * comm.rank).weight  # rank 0 contributes nothing
     none = vector(comm.rank)
-    nobody = comm.all_reduce(none, weight=0)
+    nobody = comm.all_reduce(none, weight=0).weight
     return [total, some.tolist(), nobody, none.item()]
 
 
-def reduce_in_rank_order(transport: Any, channel: Any, argument: Any) -> Any:
+def reduce_flags(ports: Any, channel: Any, argument: Any) -> Any:
+    """Flags of all ranks are or-ed, also of those whose weight is 0; the weights stay apart."""
+    comm = Comm(ports)
+    raised = comm.all_reduce(vector(1), weight=comm.rank, flags=1 << comm.rank)
+    nobody = comm.all_reduce(vector(1))
+    return [list(raised), list(nobody)]
+
+
+def reduce_in_rank_order(ports: Any, channel: Any, argument: Any) -> Any:
     """Reduce numbers whose sum depends on the order of addition."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     generator = torch.Generator().manual_seed(comm.rank)
     own = torch.randn(argument["numel"], generator=generator) * 10.0 ** (comm.rank * 3)
     total = own.clone()
@@ -201,35 +234,22 @@ def reduce_in_rank_order(transport: Any, channel: Any, argument: Any) -> Any:
     return bool(torch.equal(total, expected))
 
 
-def reduce_started(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
-    vectors = [torch.full((1000,), float(comm.rank + k)) for k in range(4)]
-    works = [comm.start_all_reduce(x) for x in vectors]
-    totals = [work.wait() for work in works]
-    done = all(work.done() for work in works)
-    once_more = vector(1)
-    work = comm.start_all_reduce(once_more)
-    while not work.done():
-        pause(comm)
-    return [totals, [x[0].item() for x in vectors], done, work.wait(), once_more.item()]
-
-
-def broadcast_all(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
-    received = []
+def broadcast_all(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
+    got = []
     for src in range(comm.size):
         x = torch.full((3, 2), float(comm.rank), dtype=torch.float64)
         comm.broadcast(x, src)
-        received.append(bool((x == src).all()))
-    return received
+        got.append(bool((x == src).all()))
+    return got
 
 
-def groups(transport: Any, channel: Any, argument: Any) -> Any:
+def groups(ports: Any, channel: Any, argument: Any) -> Any:
     """Even and odd ranks reduce separately at the same time; then all ranks together."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     group = comm.group([rank for rank in range(comm.size) if rank % 2 == comm.rank % 2])
     x, alive = vector(comm.rank), list(group.alive())
-    count = group.all_reduce(x)
+    count = group.all_reduce(x).weight
     neighbor = (group.rank + 1) % group.size
     y = group.exchange(vector(comm.rank), neighbor, (group.rank - 1) % group.size)
     z = vector(1)
@@ -237,8 +257,8 @@ def groups(transport: Any, channel: Any, argument: Any) -> Any:
     return [group.rank, group.size, alive, count, x.item(), y.item(), z.item()]
 
 
-def mismatched_messages(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def mismatched_messages(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     if comm.rank == 0:
         comm.post(torch.zeros(3), 1)
         comm.post(torch.zeros(2, dtype=torch.float64), 1)
@@ -254,8 +274,8 @@ def mismatched_messages(transport: Any, channel: Any, argument: Any) -> Any:
     return errors
 
 
-def mismatched_collective(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def mismatched_collective(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     try:
         comm.all_reduce(torch.zeros(2 + comm.rank))
     except MessageMismatch as error:
@@ -263,87 +283,89 @@ def mismatched_collective(transport: Any, channel: Any, argument: Any) -> Any:
         raise
 
 
-def retire_one_by_one(transport: Any, channel: Any, argument: Any) -> Any:
-    """All ranks see that a worker has retired; it is still a member."""
-    comm = Comm(transport)
-    before = sorted(comm.retired())
+def retire_one_by_one(ports: Any, channel: Any, argument: Any) -> Any:
+    """All ranks see that a worker has come to the end of its data; it is still a member."""
+    comm = Comm(ports)
+    before = sorted(comm.finished())
     comm.barrier()
     if comm.rank == 1:
-        transport.retire()
-    while 1 not in comm.retired():
+        ports.queue.mark_finished()
+    while 1 not in comm.finished():
         pause(comm)
-    seen = [before, sorted(comm.retired()), sorted(comm.alive())]
+    seen = [before, sorted(comm.finished()), sorted(comm.alive())]
     comm.barrier()
     return seen
 
 
-def tickets(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
+def tickets(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
     comm.barrier()
-    drawn = [comm.ticket(0, 0) for _ in range(20)]
+    drawn = [comm.ports.queue.draw(0, 0) for _ in range(20)]
     comm.barrier()
-    next_epoch = comm.ticket(0, 1)
-    other_queue = comm.ticket(1, 0)
+    next_epoch = comm.ports.queue.draw(0, 1)
+    other_queue = comm.ports.queue.draw(1, 0)
     comm.barrier()
     return [drawn, next_epoch, other_queue]
 
 
-def server_and_leavers(transport: Any, channel: Any, argument: Any) -> Any:
+def server_and_leavers(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 0 serves until every other rank has left; their messages are not lost."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     if comm.rank:
         comm.post(vector(comm.rank), 0)
         return None
-    received = []
+    got = []
     try:
         while True:
-            received.append(comm.recv_any(vector(0))[1].item())
+            message = comm.receive_any(vector(0))
+            if not isinstance(message, Lost):
+                got.append(message.x.item())
     except PeersGone:
         pass
-    posted = comm.post(vector(0), 1)
-    window = comm.peek(1)
+    silent = comm.post(vector(0), 1)
+    unseen = comm.peek(1)
     try:
         comm.recv(vector(0), 1)
     except PeerLost as lost:
-        return [sorted(received), posted, window, list(comm.alive()), list(lost.ranks), lost.reason]
+        return [sorted(got), silent, unseen, list(comm.alive()), list(lost.ranks), lost.reason]
     return None
 
 
-def messages_and_losses(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 1 leaves, rank 2 dies or leaves, rank 3 stays until rank 0 says so; each posts first."""
-    comm = Comm(transport)
+def messages_and_losses(ports: Any, channel: Any, argument: Any) -> Any:
+    """Rank 1 leaves, rank 2 dies or leaves, rank 3 stays until told; each posts before it goes."""
+    comm = Comm(ports)
     comm.barrier()
     if comm.rank == 3:
         comm.recv(vector(0), 0, tag=1)
     if comm.rank:
         comm.post(vector(comm.rank), 0)
         if comm.rank == 2 and argument["how"]:
-            die(transport, argument["how"])
+            die(ports, argument["how"])
         return None
     heard: list[list[float | None]] = []
     try:
         while True:
-            src, x = comm.recv_or_loss(vector(0))
-            heard.append([src, None if x is None else x.item()])
+            got = comm.receive_any(vector(0))
+            heard.append([got.rank, None] if isinstance(got, Lost) else [got.src, got.x.item()])
             if [1, None] in heard and [2, None] in heard and comm.post(vector(0), 3, tag=1):
                 channel.send({"kind": "heard", "heard": heard})
     except PeersGone:
         return heard
 
 
-def time_passes(transport: Any, channel: Any, argument: Any) -> Any:
-    comm = Comm(transport)
-    before = comm.now()
-    comm.compute(0.5)
-    return comm.now() - before
+def time_passes(ports: Any, channel: Any, argument: Any) -> Any:
+    comm = Comm(ports)
+    before = comm.clock.now()
+    comm.clock.charge(0.5)
+    return comm.clock.now() - before
 
 
-def lose_one(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 2 dies or freezes while the others wait for it in an operation."""
-    comm = Comm(transport)
+def lose_one(ports: Any, channel: Any, argument: Any) -> Any:
+    """Rank 2 dies or freezes; the others wait for it in one operation or another."""
+    comm = Comm(ports)
     comm.barrier()
     if comm.rank == 2:
-        die(transport, argument["how"])
+        die(ports, argument["how"])
     try:
         if argument["op"] == "all_reduce":
             comm.all_reduce(vector(1))
@@ -355,31 +377,33 @@ def lose_one(transport: Any, channel: Any, argument: Any) -> Any:
             comm.broadcast(vector(1), 2)
     except PeerLost as lost:
         alive = list(comm.alive())
-        message = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
-        channel.send({**message, "alive": alive})
+        told = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
+        channel.send({**told, "alive": alive})
         raise
 
 
-def arrive_then_die(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 2 starts an all-reduce and dies: all ranks that get a sum get the same sum."""
-    comm = Comm(transport)
+def arrive_then_die(ports: Any, channel: Any, argument: Any) -> Any:
+    """Rank 2 arrives at an all-reduce and dies there; the others come when it is gone."""
+    comm = Comm(ports)
     comm.barrier()
     x = vector(comm.rank + 1)
-    work = comm.start_all_reduce(x)
     if comm.rank == 2:
-        die(transport, "kill")
+        if hasattr(ports, "world"):
+            ports.world.calendar.call(0.1, lambda: ports.world.inject(kill(rank=2)))
+        else:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while comm.rank != 2 and 2 in comm.alive():
+        pause(comm)
     try:
-        count = work.wait()
-        channel.send({"kind": "sum", "count": count, "x": x.item()})
         comm.all_reduce(x)
     except PeerLost as lost:
-        channel.send({"kind": "lost", "ranks": list(lost.ranks)})
+        channel.send({"kind": "lost", "ranks": list(lost.ranks), "x": x.item()})
         raise
 
 
-def wait_too_long(transport: Any, channel: Any, argument: Any) -> Any:
-    """Rank 1 is alive and never sends; rank 0 times out, then lets it finish."""
-    comm = Comm(transport)
+def wait_too_long(ports: Any, channel: Any, argument: Any) -> Any:
+    """Rank 1 is alive and never comes; rank 0 gives up, then lets it go."""
+    comm = Comm(ports)
     if comm.rank == 1:
         while not comm.poll(vector(0), tag=1):
             pause(comm)
@@ -392,14 +416,14 @@ def wait_too_long(transport: Any, channel: Any, argument: Any) -> Any:
     return None
 
 
-def be_busy(transport: Any, channel: Any, argument: Any) -> Any:
+def be_busy(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 1 computes for three times ``dead_s`` without ever yielding the interpreter."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     comm.barrier()
     if comm.rank == 1:
-        comm.compute(argument["seconds"])
-        end_s = time.monotonic() + (0 if hasattr(transport, "world") else argument["seconds"])
+        comm.clock.charge(argument["seconds"])
+        end_s = time.monotonic() + (0 if hasattr(ports, "world") else argument["seconds"])
         while time.monotonic() < end_s:
             sum(range(1_000_000))
     x = vector(1)
-    return [comm.all_reduce(x), x.item()]
+    return [comm.all_reduce(x).weight, x.item()]

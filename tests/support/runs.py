@@ -145,7 +145,7 @@ def train_with_looks(worker: pl.Worker) -> None:
 
 def has_come(comm: pl.Comm, rank: int, life: int) -> bool:
     """Whether ``rank`` is, or was, a member in this incarnation; not while it is joining."""
-    return comm.life(rank) >= life and (rank in comm.alive() or rank in comm.left())
+    return comm.incarnation(rank) >= life and (rank in comm.alive() or rank in comm.departed())
 
 
 def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
@@ -361,7 +361,7 @@ def log_sockets(worker: pl.Worker) -> None:
 
 def leave_in_turn(transport: Any, channel: Any, argument: dict[str, Any]) -> bool:
     """Each rank leaves after those before it; then waits until all have left, up to 20 s."""
-    while any(rank in transport.alive() for rank in range(transport.rank)):
+    while any(rank in transport.members.alive() for rank in range(transport.rank)):
         time.sleep(0.001)
     transport.close()
     folder = Path(argument["folder"])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.common.faults import Fault
 from paceline.common.reference import refer_to
 from paceline.launcher.supervisor import run_ranks
 from paceline.sim.cluster import load_cluster
-from paceline.sim.world import SimulatedTransport, World
+from paceline.sim.world import SimulatedPorts, World
 
 TRANSPORTS = ("simulated", "shared_memory", "distributed")
 on_shared_memory = pytest.mark.transport("shared_memory")
@@ -92,7 +92,7 @@ def _simulate(
     values: dict[int, Any] = {}
     world = World(load_cluster(cluster), size, seed=0, limits=limits or Limits(), faults=faults)
 
-    def body(transport: SimulatedTransport) -> None:
+    def body(transport: SimulatedPorts) -> None:
         channel = _Channel(transport.rank, outcome.messages)
         values[transport.rank] = program(transport, channel, argument)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.common.faults import freeze, join, kill
 from paceline.sim.cluster import Cluster, Compute
 from paceline.strategies import STRATEGIES
@@ -169,9 +169,9 @@ def test_bytes_of_buffers_are_not_counted_and_take_no_virtual_time():
                 sgd.zero_grad()
                 net(torch.randn(4, 3)).sum().backward()
                 sgd.step()
-            before_s = worker.comm.now()
+            before_s = worker.comm.clock.now()
             with worker.answer():
-                assert worker.comm.now() == before_s
+                assert worker.comm.clock.now() == before_s
 
         return pl.simulate(train, workers=3, strategy="allreduce", cluster="ideal")
 
@@ -387,12 +387,12 @@ def test_a_loss_at_the_end_leaves_the_others_with_one_answer(strategy):
         for x in batches:
             batchnorm.learn(net, sgd, x)
         if worker.rank == 1:
-            transport = worker._session.transport.inner
+            inner = worker._session.ports.inner
             share = worker._session.buffers.rest.share
 
             def die(weight: int) -> Tensor:
-                transport.world.inject(kill(rank=1).at(seconds=0.0))
-                transport.pass_time()
+                inner.world.inject(kill(rank=1).at(seconds=0.0))
+                inner.own.pass_time()
                 return share(weight)
 
             worker._session.buffers.rest.share = die

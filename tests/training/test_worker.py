@@ -178,9 +178,10 @@ class OneServer(pl.Strategy):
 
     def serve(self, x):
         while True:
-            src, g = self.comm.recv_any(x)
-            x.sub_(g, alpha=0.1)
-            self.comm.send(x, src)
+            got = self.comm.receive_any(x)
+            if not isinstance(got, pl.Lost):
+                x.sub_(got.x, alpha=0.1)
+                self.comm.send(x, got.src)
 
 
 def server_training(worker):

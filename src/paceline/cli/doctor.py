@@ -87,15 +87,15 @@ def _ranks(transport: str) -> Callable[[], str]:
     return check
 
 
-def average(transport: Any, channel: Any, argument: Any) -> float:
+def average(ports: Any, channel: Any, argument: Any) -> float:
     """The program of each rank: an all-reduce."""
     import torch
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
 
-    comm = Comm(transport)
+    comm = Comm(ports)
     x = torch.full((1000,), comm.rank + 1.0)
-    x /= comm.all_reduce(x)
+    x /= comm.all_reduce(x).weight
     return float(x.mean())
 
 

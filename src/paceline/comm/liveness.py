@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.errors import CommTimeout, PeerLost, RunLost, name_ranks
 
 TICK_S = 0.1

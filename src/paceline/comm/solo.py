@@ -1,4 +1,4 @@
-"""A world of one: nobody to talk to."""
+"""A world of one rank: nobody to talk to."""
 
 from __future__ import annotations
 
@@ -7,75 +7,109 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.comm.base import Factor, Transport, Work
-from paceline.errors import PeersGone, UsageError
+from paceline.comm.clock import RealClock
+from paceline.comm.fixed import FixedMembers
+from paceline.comm.ports import (
+    PUBLISHED,
+    Collectives,
+    DataQueue,
+    Factor,
+    Lost,
+    Mail,
+    Ports,
+    Published,
+    Sending,
+    Total,
+)
+from paceline.errors import UsageError
 
 
-class _Done(Work):
-    def __init__(self, weight: int) -> None:
-        self._weight = weight
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> int:
-        return self._weight
+def solo_ports() -> Ports:
+    """The ports of a plain script that no launcher has started."""
+    clock = RealClock(time.monotonic())
+    return Ports(0, 1, SoloMail(), SoloCollectives(), FixedMembers(1), SoloQueue(), clock)
 
 
-class SoloTransport(Transport):
-    """The transport of a plain script that no launcher has started."""
-
-    rank, size = 0, 1
+class SoloMail(Mail):
+    """Windows that only this rank reads; there is no peer to send to."""
 
     def __init__(self) -> None:
-        self._started_s = time.monotonic()
-        self._tickets: dict[tuple[int, int], int] = {}
-        self._window: tuple[int, Tensor] | None = None
+        self._windows: dict[int, Published] = {}
 
-    def alive(self) -> tuple[int, ...]:
-        return (0,)
-
-    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Sending:
         raise UsageError("a world of one has no peer to send to")
 
-    def post(self, x: Tensor, dst: int, tag: int) -> bool:
+    def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         return False
 
-    def take(
-        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
-    ) -> tuple[int, Tensor]:
-        raise PeersGone
+    def receive(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
+    ) -> Lost:
+        return Lost(tuple(sources), op, "nobody else is here")
 
-    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> None:
+    def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> None:
         return None
 
-    def publish(self, x: Tensor) -> int:
-        self._window = (1 if self._window is None else self._window[0] + 1, x.clone())
-        return self._window[0]
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        before = self._windows.get(window)
+        version = 1 if before is None else before.version + 1
+        self._windows[window] = Published(version, x.clone(), header)
+        return version
 
-    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        return self._window
+    def peek(
+        self, src: int, like: Tensor | None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        return self._windows.get(window)
 
-    def start_all_reduce(
-        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
-    ) -> Work:
+
+class SoloCollectives(Collectives):
+    """The sum over one rank is its own vector."""
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        weight: int,
+        members: tuple[int, ...],
+        factor: Factor | None = None,
+        flags: int = 0,
+    ) -> Total:
         if weight and factor is not None:
             x.mul_(factor(weight))
-        return _Done(weight)
+        return Total(weight, flags)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         pass
 
-    def ticket(self, queue: int, epoch: int) -> int | None:
-        drawn = self._tickets.get((queue, epoch), 0)
-        self._tickets[queue, epoch] = drawn + 1
-        return drawn
-
-    def now(self) -> float:
-        return time.monotonic() - self._started_s
-
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return like.new_zeros(numel)
 
-    def close(self) -> None:
+
+class SoloQueue(DataQueue):
+    """Batches in their order."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[tuple[int, int], int] = {}
+        self._closed = False
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        number = self._drawn.get((queue, epoch), 0)
+        self._drawn[queue, epoch] = number + 1
+        return number
+
+    def mark_used(self, queue: int, epoch: int, number: int) -> None:
         pass
+
+    def lost_batches(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._closed = True
+
+    def closed(self) -> bool:
+        return self._closed
+
+    def mark_finished(self) -> None:
+        pass
+
+    def finished(self) -> frozenset[int]:
+        return frozenset()

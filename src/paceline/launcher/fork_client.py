@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.liveness import Processes, is_stopped
 from paceline.errors import PacelineError
 from paceline.launcher.fork_server import receive_message, send_message

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.base import Limits, Transport
 from paceline.comm.launchers import Launched, launched
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.limits import Limits
+from paceline.comm.metered import MeteredPorts
+from paceline.comm.ports import Ports
 from paceline.common.reference import refer_or_name
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import (
@@ -80,15 +81,15 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         check_out(spec.out)
     process = launched()
     try:
-        transport = _connect(process, spec.limits or Limits(), spec.rank_order)
+        ports = _connect(process, spec.limits or Limits(), spec.rank_order)
     except RunLost as end:
         raise end.loss from None
-    workers = workers_in(spec.method, transport.size) if transport.size > 1 else 1
-    files = RankFiles(spec.out, transport.rank, trace=spec.trace)
-    seed_user_generators(spec.seed, transport.rank)
+    workers = workers_in(spec.method, ports.size) if ports.size > 1 else 1
+    files = RankFiles(spec.out, ports.rank, trace=spec.trace)
+    seed_user_generators(spec.seed, ports.rank)
 
     session = Session(
-        MeteredTransport(transport, files.trace),
+        MeteredPorts(ports, files.trace),
         spec.method,
         workers=workers,
         seed=spec.seed,
@@ -101,20 +102,20 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
             session.finish()
             model_error = files.save_answer(session.model) if session.leads else None
         except ServingDone:
-            transport.close()
+            ports.close()
             raise SystemExit(0) from None
-        transport.close()
+        ports.close()
         if model_error is not None:
             raise NotSaved(spec.out, model_error)
     except (RunLost, PeerLost) as error:
-        loss = error.loss if isinstance(error, RunLost) else transport.first_loss(error)
+        loss = error.loss if isinstance(error, RunLost) else ports.first_loss(error)
         note_place(loss, session)
         raise loss from None
     except PacelineError as error:
         note_place(error, session)
         raise
     finally:
-        transport.give_up()
+        ports.give_up()
         files.close()
 
 
@@ -187,12 +188,12 @@ class _ToFiles(Listener):
         print_event(record)
 
 
-def _connect(process: Launched, limits: Limits, rank_order: bool) -> Transport:
-    from paceline.comm.solo import SoloTransport
-    from paceline.comm.torch_distributed.transport import connect_launched
+def _connect(process: Launched, limits: Limits, rank_order: bool) -> Ports:
+    from paceline.comm.solo import solo_ports
+    from paceline.comm.torch_distributed.connect import connect_launched
 
     if process.size == 1:
-        return SoloTransport()
+        return solo_ports()
 
     def report(loss: PeerLost) -> None:
         print(f"paceline: {loss}, on rank {process.rank}", file=sys.stderr, flush=True)

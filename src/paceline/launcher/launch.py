@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from paceline.checkpoint.store import Saved
-from paceline.comm.base import Transport
 from paceline.comm.launchers import launched
 from paceline.comm.membership import MembershipPolicy
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import MeteredPorts
+from paceline.comm.ports import Ports
 from paceline.common.reference import find, plain_json, refer_to
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import UsageError
@@ -142,26 +142,26 @@ def _handlers(
     }
 
 
-def train_rank(transport: Transport, channel: Channel, argument: Message) -> Message:
+def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
     """The program of each launched rank."""
     files = RankFiles(
         argument["out"],
-        transport.rank,
-        append=transport.late,
+        ports.rank,
+        append=ports.members.late,
         trace=argument["trace"],
         on_no_trace=lambda text: channel.send({"kind": "no_trace", "record": {"reason": text}}),
     )
     checkpointing = _participant(argument["checkpoints"], channel)
-    seed_user_generators(argument["seed"], transport.rank)
-    own_faults = OwnFaults(
-        argument["faults"], transport, channel, lambda: files.trace.flush() if files.trace else None
+    seed_user_generators(argument["seed"], ports.rank)
+    clock = OwnFaults(
+        argument["faults"], ports, channel, lambda: files.trace.flush() if files.trace else None
     )
     session = Session(
-        MeteredTransport(transport, files.trace, own_faults),
+        MeteredPorts(ports, files.trace, clock),
         unpack_strategy(argument["strategy"]),
         workers=argument["workers"],
         seed=argument["seed"],
-        device=OnDevice(device=argument["device"]).device_of(transport.rank),
+        device=OnDevice(device=argument["device"]).device_of(ports.rank),
         listener=_ToLauncher(channel),
         elastic=argument["elastic"],
         checkpointing=checkpointing,

@@ -8,37 +8,37 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.clock import RealClock
 from paceline.common.faults import Fault
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Transport
+    from paceline.comm.ports import Ports
     from paceline.launcher.rank_process import Channel
 
 
-class OwnFaults:
-    """Called before each step of a rank; kills, stops or slows it down when that is due.
+class OwnFaults(RealClock):
+    """A clock that kills, stops or slows its rank down as a step begins, when that is due.
 
-    The launcher injects faults that are due at a time, except for slowing down. ``before_end`` is
-    called before the rank is killed.
+    The launcher does what happens at a time, except for slowing down. ``before_end`` is called
+    before a rank is killed.
     """
 
     def __init__(
         self,
         faults: Sequence[dict[str, Any]],
-        transport: Transport,
+        ports: Ports,
         channel: Channel,
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._before_end = before_end
-        own = [Fault(**fault) for fault in faults if fault["rank"] == transport.rank]
-        self._faults = [] if transport.late else own
-        self._transport, self._channel = transport, channel
-        self._ended_s = transport.now()
+        super().__init__(time.monotonic() - ports.clock.now())
+        self._rank, self._channel, self._before_end = ports.rank, channel, before_end
+        mine = [Fault(**fault) for fault in faults if fault["rank"] == ports.rank]
+        self._faults = [] if ports.members.late else mine
+        self._ended_s = self.now()
         self._slow_since: dict[Fault, float] = {}
 
-    def __call__(self, step: int) -> None:
-        """Inject the faults that are due before ``step``."""
-        now_s = self._transport.now()
+    def begin_step(self, step: int) -> None:
+        now_s = self.now()
         for fault in self._faults:
             if fault.kind == "slow" and self._is_slow(fault, step, now_s):
                 time.sleep((now_s - self._ended_s) * ((fault.factor or 1.0) - 1))
@@ -50,7 +50,7 @@ class OwnFaults:
                 if fault.for_s is not None:
                     self._channel.send({"kind": "thaw", "for_s": fault.for_s})
                 os.kill(os.getpid(), signal.SIGSTOP)
-        self._ended_s = self._transport.now()
+        self._ended_s = self.now()
 
     def _is_slow(self, fault: Fault, step: int, now_s: float) -> bool:
         due = now_s >= (fault.at_s or 0.0) if fault.at_step is None else step >= fault.at_step
@@ -60,5 +60,5 @@ class OwnFaults:
         return due and (fault.for_s is None or now_s < self._slow_since[fault] + fault.for_s)
 
     def _report(self, event: str, now_s: float) -> None:
-        record = {"t": now_s, "event": event, "rank": self._transport.rank}
+        record = {"t": now_s, "event": event, "rank": self._rank}
         self._channel.send({"kind": "event", "record": record})

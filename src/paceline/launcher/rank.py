@@ -28,4 +28,4 @@ def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> No
 
 def note_place(error: PacelineError, session: Session) -> None:
     """Note on which rank and when an error occurred."""
-    error.add_note(f"on rank {session.rank} at {session.world.now():.6f} s")
+    error.add_note(f"on rank {session.rank} at {session.clock.now():.6f} s")

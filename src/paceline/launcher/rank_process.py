@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.common.reference import find
 from paceline.errors import (
     CommTimeout,
@@ -31,7 +31,7 @@ from paceline.errors import (
 from paceline.launcher.signals import ASK
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Transport
+    from paceline.comm.ports import Ports
 
 Message = dict[str, Any]
 
@@ -96,12 +96,12 @@ def rank_main(config: Message, fds: list[int]) -> int:
         import torch
 
         torch.set_num_threads(config["threads"])
-        transport = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
+        ports = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
         channel.send({"kind": "entered"})
-        if transport.late and not config["seen"] and config["rank"] not in config["late"]:
+        if ports.members.late and not config["seen"] and config["rank"] not in config["late"]:
             return 1  # an earlier process took this rank and was lost before it could report that
-        value = find(config["program"])(transport, channel, config["argument"])
-        transport.close()
+        value = find(config["program"])(ports, channel, config["argument"])
+        ports.close()
         channel.send({"kind": "value", "value": value})
         return 0
     except Outlived:  # this rank counts as lost, and may be restarted
@@ -112,15 +112,15 @@ def rank_main(config: Message, fds: list[int]) -> int:
         return getattr(error, "exit_code", 1)
 
 
-def _connect(config: Message, fd: int, report: Callable[[PeerLost], None]) -> Transport:
+def _connect(config: Message, fd: int, report: Callable[[PeerLost], None]) -> Ports:
     rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
     if config["transport"] == "shared_memory":
-        from paceline.comm.shared.transport import SharedMemoryTransport
+        from paceline.comm.shared.world import SharedPorts
 
         started_s, late, elastic = config["started_s"], config["late"], config["elastic"]
         workers = config["workers"]
-        return SharedMemoryTransport(fd, rank, size, limits, started_s, late, elastic, workers)
-    from paceline.comm.torch_distributed.transport import connect_on_loopback
+        return SharedPorts(fd, rank, size, limits, started_s, late, elastic, workers)
+    from paceline.comm.torch_distributed.connect import connect_on_loopback
 
     return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], report)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import MeteredPorts
 from paceline.common.reference import Reference, find, refer_or_name
 from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.launcher.checkpoints import CheckpointCoordinator
@@ -20,7 +20,7 @@ from paceline.record.result import Metric, Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
 from paceline.sim.replay import Replay
-from paceline.sim.world import SimulatedTransport, World
+from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy, strategy_name, strategy_spec
 from paceline.training.checkpointing import CheckpointParticipant
 from paceline.training.listener import Listener
@@ -123,31 +123,31 @@ class _Ranks:
     record: Replay | None
     summaries: list[Summary] = field(default_factory=list)
 
-    def run(self, transport: SimulatedTransport) -> None:
+    def run(self, ports: SimulatedPorts) -> None:
         """Train on one rank."""
         metered = (
-            self.record.follow(transport, self.trace)
+            self.record.follow(ports, self.trace)
             if self.record
-            else MeteredTransport(transport, self.trace)
+            else MeteredPorts(ports, self.trace)
         )
-        session = self._session(metered, transport.rank)
+        session = self._session(metered, ports.rank)
         try:
             run_rank(session, self.train, self.spec.arguments or {})
         except PacelineError:
             raise
         except Exception as error:
-            error.add_note(f"at {session.world.now():.6f} s of virtual time")
+            error.add_note(f"at {session.clock.now():.6f} s of virtual time")
             raise WorkerFailed.of(session.rank, error) from None
         summary, folder = summary_of(session), self.spec.folder
         model_error = save_answer(session.model, folder, self.trace) if session.leads else None
         self.summaries.append(replace(summary, model_error=model_error))
         metered.close()
 
-    def _session(self, transport: MeteredTransport, rank: int) -> Session:
+    def _session(self, ports: MeteredPorts, rank: int) -> Session:
         plan, add_report = self.checkpoints.plan, self.checkpoints.add_report
         participant = CheckpointParticipant(plan, add_report) if plan is not None else None
         return Session(
-            transport,
+            ports,
             make_strategy(self.spec.method),
             workers=self.spec.workers,
             seed=self.spec.seed,

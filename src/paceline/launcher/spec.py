@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import LINK_KINDS, Fault
 from paceline.common.options import one_of

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.liveness import Processes, Watch, exit_code, goes_on, is_gone
 from paceline.comm.membership import MOST_SUCCESSORS, MembershipPolicy
 from paceline.common.faults import Fault, rank_of

@@ -14,17 +14,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Message:
+class Letter:
     """A message on its way to, or in, a mailbox. A posted one carries its own copy."""
 
     src: int
     tag: int
     x: Tensor
+    header: bytes
     posted: bool
     arrived_s: float
     taken: bool = False
     awaited: bool = False
     number: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it weighs on a link."""
+        return self.x.nbytes + len(self.header)
 
 
 class Inbox:
@@ -36,12 +42,12 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, dict[int, deque[Message]]] = {}
+        self._queues: dict[int, dict[int, deque[Letter]]] = {}
         self._firsts: dict[int, list[tuple[float, int, int]]] = {}
         self._posted: Counter[int] = Counter()
         self._count = 0
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Letter) -> None:
         """Take in a message; when it arrives may still be open."""
         self._count += 1
         message.number = self._count
@@ -56,7 +62,7 @@ class Inbox:
         if message.arrived_s < math.inf:
             self.arrives(message)
 
-    def arrives(self, message: Message) -> None:
+    def arrives(self, message: Letter) -> None:
         """Hear that the time is known at which a message arrives."""
         if self._first(message.tag, message.src) is message and message.arrived_s < math.inf:
             firsts = self._firsts.setdefault(message.tag, [])
@@ -70,7 +76,7 @@ class Inbox:
         """Who has messages in it, arrived or on their way."""
         return self._queues.get(tag, {})
 
-    def find(self, sources: Sequence[int], tag: int, now_s: float) -> Message | None:
+    def find(self, sources: Sequence[int], tag: int, now_s: float) -> Letter | None:
         """The message of ``sources`` that arrived first."""
         firsts = self._firsts.get(tag)
         if not firsts:
@@ -92,7 +98,7 @@ class Inbox:
             heapq.heappush(firsts, entry)
         return found
 
-    def remove(self, message: Message) -> None:
+    def remove(self, message: Letter) -> None:
         """Take out a message that :meth:`find` gave: the first of its sender."""
         senders, firsts = self._queues[message.tag], self._firsts[message.tag]
         queue = senders[message.src]
@@ -105,7 +111,7 @@ class Inbox:
         else:
             del senders[message.src]
 
-    def all(self) -> list[Message]:
+    def all(self) -> list[Letter]:
         """All messages, in the order in which they were sent."""
         every = (queue for senders in self._queues.values() for queue in senders.values())
         return sorted((m for queue in every for m in queue), key=lambda message: message.number)
@@ -123,6 +129,6 @@ class Inbox:
         self._firsts.clear()
         self._posted.clear()
 
-    def _first(self, tag: int, src: int) -> Message | None:
+    def _first(self, tag: int, src: int) -> Letter | None:
         queue = self._queues.get(tag, {}).get(src)
         return queue[0] if queue else None

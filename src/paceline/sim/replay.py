@@ -12,20 +12,31 @@ they had then.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import (
+    MeteredCollectives,
+    MeteredMail,
+    MeteredPorts,
+    Recorder,
+    TracedMembers,
+    TracedQueue,
+)
+from paceline.comm.ports import PUBLISHED, Lost, Message, Published
 from paceline.common.faults import kill
 from paceline.errors import PacelineError, PeerLost, UsageError
 from paceline.record.trace import Trace, is_duration, read
+from paceline.sim.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.record.folder import RecordedRun
-    from paceline.sim.world import SimulatedTransport
+    from paceline.sim.mail import SimulatedMail
+    from paceline.sim.rank import SimulatedRank
+    from paceline.sim.world import SimulatedPorts
 
 Event = dict[str, Any]
 Edition = tuple[int, int]
@@ -86,10 +97,10 @@ class Replay:
                     seen = max(seen, event["version"] or 0 if event["event"] == "peek" else 0)
         return not own or seen > published or not had <= sent
 
-    def follow(self, inner: SimulatedTransport, trace: Trace) -> ReplayedTransport:
-        """The transport of a rank that does as it did."""
+    def follow(self, inner: SimulatedPorts, trace: Trace) -> ReplayedPorts:
+        """The ports of a rank that does as it did."""
         script = Script(inner.rank, self._events[inner.rank])
-        return ReplayedTransport(inner, trace, script, self._archive, self._ends)
+        return ReplayedPorts(inner, trace, script, self._archive, self._ends)
 
 
 class Script:
@@ -156,17 +167,18 @@ class Archive:
     def __init__(self, events: Iterable[Event]) -> None:
         peeks = (event for event in events if event["event"] == "peek" and event["version"])
         self._wanted = Counter((event["peer"], event["version"]) for event in peeks)
-        self._kept: dict[Edition, Tensor] = {}
-        self._waiting: defaultdict[Edition, list[SimulatedTransport]] = defaultdict(list)
+        self._kept: dict[Edition, Published] = {}
+        self._waiting: defaultdict[Edition, list[SimulatedRank]] = defaultdict(list)
 
-    def add(self, edition: Edition, x: Tensor) -> None:
+    def add(self, src: int, published: Published) -> None:
         """Keep a copy of what was published, if it will be read."""
+        edition = (src, published.version)
         if edition in self._wanted:
-            self._kept[edition] = x.clone()
+            self._kept[edition] = published._replace(x=published.x.clone())
             for reader in self._waiting.pop(edition, ()):
                 reader.world.end_wait(reader.rank)
 
-    def take(self, reader: SimulatedTransport, edition: Edition) -> tuple[int, Tensor]:
+    def take(self, reader: SimulatedRank, edition: Edition) -> Published:
         """Wait until it is published; forget it when nobody else will read it."""
         src, version = edition
         if edition not in self._kept:
@@ -174,7 +186,7 @@ class Archive:
             op = f"peek at version {version} of rank {src}"
             reader.wait(op, (src,), lambda: reader.loss((src,), op))
         self._wanted[edition] -= 1
-        return version, self._kept[edition] if self._wanted[edition] else self._kept.pop(edition)
+        return self._kept[edition] if self._wanted[edition] else self._kept.pop(edition)
 
 
 class Ends:
@@ -187,7 +199,7 @@ class Ends:
         theirs = (event for mine in events.values() for event in mine)
         needs = Counter(event["peer"] for event in theirs if event["event"] in _NEEDS)
         self._needed = {rank: needs[rank] for rank in lost}
-        self._waiting: dict[int, SimulatedTransport] = {}
+        self._waiting: dict[int, SimulatedRank] = {}
 
     def missed(self, members: int) -> frozenset[int]:
         """Who was not among so many workers that met."""
@@ -205,120 +217,171 @@ class Ends:
             if not self._needed[peer] and peer in self._waiting:
                 self._waiting[peer].world.end_wait(peer)
 
-    def come(self, transport: SimulatedTransport) -> None:
+    def come(self, ports: SimulatedPorts) -> None:
         """Have a rank end, when all others have had of it what they had."""
-        rank = transport.rank
-        if self._needed[rank]:
-            self._waiting[rank] = transport
-            transport.wait("its end", (), lambda: None)
-        transport.world.inject(kill(rank=rank))
-        transport.step_begins(-1)
+        own = ports.own
+        if self._needed[own.rank]:
+            self._waiting[own.rank] = own
+            own.wait("its end", (), lambda: None)
+        own.world.inject(kill(rank=own.rank))
+        ports.clock.begin_step(-1)
 
 
-class ReplayedTransport(MeteredTransport):
-    """One rank of a replay: what chance decides comes from its script.
+class ReplayedRecorder(Recorder):
+    """Checks every event against the script before it is noted."""
 
-    What only looks at the run, through :meth:`uncharged`, sees the present, not the script.
-    """
+    def __init__(self, inner: SimulatedPorts, trace: Trace, script: Script, ends: Ends) -> None:
+        super().__init__(inner.rank, inner.clock, trace)
+        self.script, self.ends, self._inner = script, ends, inner
 
-    inner: SimulatedTransport
-
-    def __init__(
-        self,
-        inner: SimulatedTransport,
-        trace: Trace,
-        script: Script,
-        archive: Archive,
-        ends: Ends,
-    ) -> None:
-        super().__init__(inner, trace)
-        self._script, self._archive, self._ends = script, archive, ends
-
-    def _come_to_end(self) -> None:
+    def come_to_end(self) -> None:
         """End here, if this rank was lost and has done all that it did."""
-        if self._script.next is None and self.rank in self._ends.lost:
-            self._ends.come(self.inner)
-
-    def last_members(self) -> tuple[tuple[int, int], ...]:
-        """Whether they knew of a loss is seen by how many of them meet."""
-        due = self._script.ahead("all_reduce") if self._ends.lost else None
-        if due is None:
-            return super().last_members()
-        missed = self._ends.missed(due["members"])
-        return tuple((rank, self.life(rank)) for rank in range(self.size) if rank not in missed)
-
-    def step_begins(self, step: int) -> None:
-        self._come_to_end()
-        super().step_begins(step)
+        if self.script.next is None and self.rank in self.ends.lost:
+            self.ends.come(self._inner)
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
-        self._come_to_end()
-        self._script.go_on({"event": event, "peer": peer, "bytes": nbytes, **more})
-        self._ends.passes(event, peer)
+        self.come_to_end()
+        self.script.go_on({"event": event, "peer": peer, "bytes": nbytes, **more})
+        self.ends.passes(event, peer)
         super().note(event, peer, nbytes, **more)
 
-    def alive(self) -> tuple[int, ...]:
-        due = self._script.sight(event="alive", look=self._looks + 1)
-        missing = self._missing if due is None else due["missing"]
-        return self._saw(tuple(rank for rank in range(self.size) if rank not in missing))
 
-    def stopping(self) -> bool:
-        return self._saw_stop(self._stopping or self._script.sight(event="stop") is not None)
+class ReplayedMail(MeteredMail):
+    """The mail of a replay: which message comes, and which version is read, is in the script."""
 
-    def retired(self) -> frozenset[int]:
-        due = self._script.sight(event="retired", look=self._looks + 1)
-        return self._saw_retired(self._retired if due is None else frozenset(due["ranks"]))
+    _inner: SimulatedMail
+    _recorder: ReplayedRecorder
 
-    def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        self._come_to_end()
-        came_out = self._script.decision(f"post to rank {dst}", "post", "post_refused")
-        left, start_s = bool(came_out["event"] == "post"), self._clock()
-        if left:
-            self.inner.deliver(x, dst, tag)
-        return self._posted(x, dst, tag, left, start_s)
+    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder, archive: Archive) -> None:
+        super().__init__(inner.mail, recorder)
+        self._own, self._archive, self._script = inner.own, archive, recorder.script
 
-    def take(
-        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
-    ) -> tuple[int, Tensor]:
-        self._come_to_end()
+    def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
+        self._recorder.come_to_end()
+        outcome = self._script.decision(f"post to rank {dst}", "post", "post_refused")
+        posted, start_s = bool(outcome["event"] == "post"), self._recorder.time_s()
+        if posted:
+            self._inner.deliver(x, dst, tag, header)
+        return self._posted(x.nbytes + len(header), dst, tag, posted, start_s)
+
+    def receive(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
+    ) -> Message | Lost:
+        self._recorder.come_to_end()
         if len(sources) > 1:
             peer = self._script.decision(f"{op} with tag {tag}", "recv", "gone")["peer"]
             sources = sources if peer is None else (peer,)
-        return super().take(like, sources, tag, op, watch)
+        return super().receive(like, sources, tag, op, any_loss)
 
-    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        due = self._script.sight(event="recv", tag=tag, look=self._looks + 1)
+    def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
+        due = self._script.sight(event="recv", tag=tag, look=self._recorder.looks + 1)
         if due is None:
             return self._polled(None, tag)
-        peer = due["peer"]
-        return self._polled(self._come(lambda: self.inner.take(like, (peer,), tag, "poll")), tag)
+        message = self._inner.receive(like, (due["peer"],), tag, "poll")
+        if isinstance(message, Lost):
+            raise self._script.differs(f"the end of rank {message.rank}")
+        return self._polled(message, tag)
 
-    def publish(self, x: Tensor) -> int:
-        self._come_to_end()
-        version = super().publish(x)
-        self._archive.add((self.rank, version), x)
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        self._recorder.come_to_end()
+        version = super().publish(x, header, window)
+        if window == PUBLISHED:
+            self._archive.add(self._own.rank, Published(version, x, header))
         return version
 
-    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        self._come_to_end()
+    def peek(
+        self, src: int, like: Tensor | None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        if window != PUBLISHED or gone:
+            return super().peek(src, like, window, gone)
+        self._recorder.come_to_end()
         version = self._script.decision(f"peek at rank {src}", "peek")["version"]
 
-        def look() -> tuple[int, Tensor] | None:
-            return self._archive.take(self.inner, (src, version)) if version else None
+        def look() -> Published | None:
+            return self._archive.take(self._own, (src, version)) if version else None
 
-        return self._peeked(src, lambda: self._come(lambda: self.inner.read(src, like, look)))
+        def read() -> Published | None:
+            try:
+                return self._inner.read(src, like, look)
+            except PeerLost as lost:
+                raise self._script.differs(f"the end of rank {lost.rank}") from None
 
-    def _come(self, wait: Callable[[], T]) -> T:
-        """What was recorded comes, unless its rank ends before."""
-        try:
-            return wait()
-        except PeerLost as lost:
-            raise self._script.differs(f"the end of rank {lost.rank}") from None
+        return self._peeked(src, read)
 
-    def ticket(self, queue: int, epoch: int) -> int | None:
+
+class ReplayedMembers(TracedMembers):
+    """The members of a replay: who is seen is in the script."""
+
+    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
+        super().__init__(inner.members, inner.rank, inner.size, recorder)
+        self._script, self._ends = recorder.script, recorder.ends
+
+    def final_roster(self) -> tuple[tuple[int, int], ...]:
+        """How many of them act together shows whether they knew of a loss."""
+        due = self._script.ahead("all_reduce") if self._ends.lost else None
+        if due is None:
+            return super().final_roster()
+        missed = self._ends.missed(due["members"])
+        here = (rank for rank in range(self._size) if rank not in missed)
+        return tuple((rank, self.incarnation(rank)) for rank in here)
+
+    def alive(self) -> tuple[int, ...]:
+        due = self._script.sight(event="alive", look=self._recorder.looks + 1)
+        missing = self._missing if due is None else due["missing"]
+        return self._saw(tuple(rank for rank in range(self._size) if rank not in missing))
+
+
+class ReplayedQueue(TracedQueue):
+    """The data queue of a replay: which batch is drawn is in the script."""
+
+    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
+        super().__init__(inner.queue, recorder)
+        self._script, self._come_to_end = recorder.script, recorder.come_to_end
+
+    def draw(self, queue: int, epoch: int) -> int | None:
         self._come_to_end()
         return self._drew(queue, epoch, self._script.decision("ticket", "ticket")["number"])
 
+    def closed(self) -> bool:
+        return self._saw_closed(self._closed or self._script.sight(event="stop") is not None)
+
+    def finished(self) -> frozenset[int]:
+        due = self._script.sight(event="retired", look=self._recorder.looks + 1)
+        return self._saw_finished(self._finished if due is None else frozenset(due["ranks"]))
+
+
+class ReplayedClock(SimulatedClock):
+    """A clock on which a rank ends before the step that its record does not hold."""
+
+    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
+        super().__init__(inner.own)
+        self._come_to_end = recorder.come_to_end
+
+    def begin_step(self, step: int) -> None:
+        self._come_to_end()
+        super().begin_step(step)
+
+
+class ReplayedPorts(MeteredPorts):
+    """One rank of a replay: what chance decides comes from its script.
+
+    What only measures the run, through :meth:`off_meter`, sees the present, not the script.
+    """
+
+    recorder: ReplayedRecorder
+
+    def __init__(
+        self, inner: SimulatedPorts, trace: Trace, script: Script, archive: Archive, ends: Ends
+    ) -> None:
+        super().__init__(inner, trace)
+        recorder = ReplayedRecorder(inner, trace, script, ends)
+        self.recorder = recorder
+        self.mail = ReplayedMail(inner, recorder, archive)
+        self.collectives = MeteredCollectives(inner.collectives, recorder)
+        self.members = ReplayedMembers(inner, recorder)
+        self.queue = ReplayedQueue(inner, recorder)
+        self.clock = ReplayedClock(inner, recorder)
+
     def close(self) -> None:
-        self._script.end()
+        self.recorder.script.end()
         super().close()

@@ -15,7 +15,7 @@ from paceline.strategies.toolbox.guard import norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
 
 OFFER, MOVE = 1, 2
@@ -119,17 +119,17 @@ class ADPSGD(PairStrategy):
             return 0
         self._forget_lost(set(workers.members).intersection(self.comm.alive()))
         waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
-        return workers.all_reduce(waited_for, len(self.open))
+        return workers.all_reduce(waited_for, len(self.open)).weight
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""
-        for peer, message in self.comm.poll(self.like(x), MOVE):
+        for peer, message, _ in self.comm.poll(self.like(x), MOVE):
             note, move = self.unwrap(message, x)
             if self.guard.admits(norm(move), peer, "move"):
                 x.add_(move)
             self.open.pop(peer, None)
             self.stale.note(self.steps - round(note.steps))
-        for peer, message in self.comm.poll(self.like(x), OFFER):
+        for peer, message, _ in self.comm.poll(self.like(x), OFFER):
             note, theirs = self.unwrap(message, x)
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
             if not self.trusts(peer, move, theirs, x):
@@ -151,12 +151,12 @@ class ADPSGD(PairStrategy):
         peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
         if peer is None:
             return
-        life = self.comm.life(peer)
+        life = self.comm.incarnation(peer)
         if self.comm.post(self.wrap(x), peer, OFFER):
             self.open[peer] = life
 
     def _forget_lost(self, live: Collection[int]) -> None:
         """An offer is open while the peer lives that it was made to; its next life has none."""
         for peer, life in [*self.open.items()]:
-            if peer not in live or self.comm.life(peer) != life:
+            if peer not in live or self.comm.incarnation(peer) != life:
                 del self.open[peer]

@@ -2,7 +2,7 @@
 
 A strategy is one file that reads like its paper: hyper-parameters are fields, checked in
 ``__post_init__``; state is attributes named in ``state``; the verbs work on flat vectors and a
-:class:`~paceline.comm.base.Comm`. ``docs/writing-a-strategy.md`` walks through one.
+:class:`~paceline.comm.comm.Comm`. ``docs/writing-a-strategy.md`` walks through one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.strategies.toolbox.guard import Guard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
     from paceline.model.replica import Replica
 
@@ -244,10 +244,10 @@ class Strategy(ABC):
         have not cannot know. What is only ``measuring`` the run counts nowhere, and takes no
         virtual time.
         """
-        comm, own = self.comm.uncharged() if measuring else self.comm, self.comm.rank
-        workers = [(r, life) for r, life in self.comm.last_members() if r < self.workers]
+        comm, own = self.comm.off_meter() if measuring else self.comm, self.comm.rank
+        workers = [(r, life) for r, life in self.comm.final_roster() if r < self.workers]
         while True:  # only who is missed shrinks the group, so that all come to the same one
-            here = [rank for rank, life in workers if self.comm.life(rank) == life]
+            here = [rank for rank, life in workers if self.comm.incarnation(rank) == life]
             left = [rank for rank in here if rank not in self._missed]
             try:
                 return act(comm.group(left if own in left else [own], strict=True))

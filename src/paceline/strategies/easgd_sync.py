@@ -55,7 +55,7 @@ class EASGDSync(Elastic):
             self.begin_anew()
             self.replica.flat.x.copy_(self.center)
         pulls = e.clone()
-        count = self.comm.all_reduce(pulls, weight)
+        count = self.comm.all_reduce(pulls, weight).weight
         if count:
             self.center.add_(pulls)  # c <- c + sum_i e_i
         return e, count

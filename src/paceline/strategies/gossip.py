@@ -6,6 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from paceline.comm.ports import Message
 from paceline.common.options import at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
@@ -128,7 +129,7 @@ class Gossip(PairStrategy):
     def _local_step(self, g: Gradient) -> None:
         self.local_update(g)  # theta_i <- optimizer(theta_i, g_i)
         self.steps += 1
-        self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.now()]
+        self.step_times = [*self.step_times[-_REMEMBERED:], self.comm.clock.now()]
 
     def is_due(self, *drawers: int) -> bool:
         """Whether to gossip after this step; one draw decides for all ``drawers``."""
@@ -142,12 +143,12 @@ class Gossip(PairStrategy):
         peer = self._pick_peer() if self.is_due(self.comm.rank) else None
         if self.mode == "pull":
             seen = None if peer is None else self.comm.peek(peer, self.like(x))
-            arrived = [] if peer is None or seen is None else [(peer, seen[1])]
+            arrived = [] if peer is None or seen is None else [Message(peer, seen.x)]
         else:
             if peer is not None:
                 self.comm.post(self.wrap(x), peer, MODEL)
             arrived = self.comm.poll(self.like(x), MODEL)
-        return [model for src, message in arrived for model in self._open(src, message, x)]
+        return [model for message in arrived for model in self._open(message.src, message.x, x)]
 
     def _pick_peer(self) -> int | None:
         rank = self.comm.rank

@@ -62,5 +62,5 @@ class GossipSync(Gossip):
         """The workers that are there; nobody, when all have come to their end."""
         flags = self.replica.flat.x.new_zeros(self.workers).double()
         flags[self.comm.rank] = 1
-        anyone = self.comm.all_reduce(flags, int(trains))
+        anyone = self.comm.all_reduce(flags, int(trains)).weight
         return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag and anyone)

@@ -13,7 +13,7 @@ from paceline.strategies.toolbox.topology import groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
 
 
@@ -153,5 +153,5 @@ class Hierarchical(Lockstep):
         unit = self.group_unit or 1
         if weight not in (0, unit):
             v.mul_(weight / unit)
-        if self.group.all_reduce(v, weight, lambda total: unit / total):
+        if self.group.all_reduce(v, weight, lambda total: unit / total).weight:
             x.copy_(v)  # x_i <- mean over the group

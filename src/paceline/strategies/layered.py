@@ -20,7 +20,7 @@ from paceline.strategies.toolbox.topology import groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
 
 
 @dataclass(kw_only=True)
@@ -195,7 +195,7 @@ class Communicator(RoundServer):
 
     def combine(self, came: Sequence[Message], peers: Comm) -> Outcome:
         mean, weight, flags = self._sum(came)
-        total = peers.all_reduce(mean, weight, lambda total: 1 / (total % ODD or 1))
+        total = peers.all_reduce(mean, weight, lambda total: 1 / (total % ODD or 1)).weight
         if total % BEHIND >= ODD:
             peers.all_reduce(flags)
         else:  # nobody lacks anything; of a group without workers, nobody has said so

@@ -22,7 +22,7 @@ from paceline.strategies.toolbox.guard import norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
 
 # The weight of an all-reduce carries three counts: samples below ODD, then flags. There is room for
@@ -88,7 +88,7 @@ class Lockstep(Strategy):
             v.zero_()
         own = weight + ODD * odd + BEHIND * self._behind
         mean = None if unit is None else lambda total: unit / (total % ODD or unit)
-        total = self.comm.all_reduce(v, own, mean)
+        total = self.comm.all_reduce(v, own, mean).weight
         self._someone_behind = total >= BEHIND
         return total % ODD, total % BEHIND >= ODD
 
@@ -171,8 +171,10 @@ def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:
     Any number would do. In this one, contributions of equal batches are added up as they are.
     """
     nothing = like.new_zeros(0)
-    total = workers.all_reduce(nothing, weight)  # the wait for the others is one, and is charged
-    contributors = workers.uncharged().all_reduce(nothing, int(weight > 0))
+    total = workers.all_reduce(
+        nothing, weight
+    ).weight  # the wait for the others is one, and is charged
+    contributors = workers.off_meter().all_reduce(nothing, int(weight > 0)).weight
     return max(1, total // contributors) if contributors else 0
 
 

@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.comm.packet import Packet
+from paceline.comm.ports import Lost
 from paceline.common.seeds import stream
-from paceline.errors import PeerLost, PeersGone
+from paceline.errors import PeersGone
 from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import ABSURD, is_sound, norm
 from paceline.strategies.toolbox.topology import AllBut, Topology, neighbours
@@ -22,7 +23,7 @@ from paceline.strategies.toolbox.topology import AllBut, Topology, neighbours
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
 
 
 class Note(NamedTuple):
@@ -73,13 +74,13 @@ class PairStrategy(Strategy):
         try:
             super().rejoin(x)
         except PeersGone:
-            if self.comm.left():
+            if self.comm.departed():
                 raise
             self.show(x)
 
     def answer(self, x: Tensor) -> Tensor:
         """The mean of those alive, each as it last published; of this one, as it is."""
-        look, like, models = self.comm.uncharged(), self.like(x), [x]
+        look, like, models = self.comm.off_meter(), self.like(x), [x]
         for peer in self._running():
             if peer != self.comm.rank and (seen := look.peek(peer, like)) is not None:
                 models.append(self.unwrap(seen[1], x)[1])
@@ -94,7 +95,7 @@ class PairStrategy(Strategy):
         Nor those that have come to the end of their data: they answer nobody, and their models
         grow old.
         """
-        running, retired = self._running(), self.comm.retired() - {self.comm.rank}
+        running, retired = self._running(), self.comm.finished() - {self.comm.rank}
         return [rank for rank in running if rank not in retired] if retired else running
 
     def _running(self) -> Sequence[int]:
@@ -104,12 +105,12 @@ class PairStrategy(Strategy):
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Tensor | None:
         """Wait for a message of a peer; None if it was lost, and the run goes on without it."""
-        try:
-            return self.comm.recv(like, peer, tag)
-        except PeerLost:
-            if not self.comm.elastic:
-                raise
-            return None
+        got = self.comm.receive(like, peer, tag)
+        if not isinstance(got, Lost):
+            return got.x
+        if not self.comm.elastic:
+            raise got.error
+        return None
 
     def take_mean(self, x: Tensor, trained: bool) -> None:
         """At the end: the mean of all that have trained at all, and are not set aside.
@@ -154,7 +155,7 @@ class PairStrategy(Strategy):
 
     def wrap(self, x: Tensor) -> Tensor:
         """A message with a model and its note."""
-        return Packet.of(Note(self.comm.now(), self.steps), x).buffer
+        return Packet.of(Note(self.comm.clock.now(), self.steps), x).buffer
 
     def unwrap(self, message: Tensor, x: Tensor) -> tuple[Note, Tensor]:
         """The note and the model of a message."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
 from paceline.strategies.served import PushStrategy
 from paceline.strategies.server import ABSENT, ShardServer
@@ -21,7 +22,7 @@ from paceline.strategies.toolbox.token import NOBODY, Token
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
     from paceline.strategies.served import ServerStrategy
 
@@ -161,16 +162,16 @@ class Seat:
 
     def look(self) -> None:
         """Take the token, if it has come."""
-        for _, message in self._comm.poll(_message(), TOKEN):
-            self._take(message)
+        for message in self._comm.poll(_message(), TOKEN):
+            self._take(message.x)
 
     def wait(self) -> None:
         """Wait for the token, a call, or a new server, which makes a new token."""
-        source, message = self._comm.recv_or_loss(_message(), TOKEN)
-        if message is not None:
-            self._take(message)
-        elif source in self._services:
-            self._services[source].await_successor(self._comm.lost_life(source))
+        got = self._comm.receive_any(_message(), TOKEN)
+        if not isinstance(got, Lost):
+            self._take(got.x)
+        elif got.rank in self._services:
+            self._services[got.rank].await_successor(self._comm.last_ended(got.rank))
 
     def _take(self, message: Tensor) -> None:
         kind, number = map(int, message.tolist())

@@ -18,7 +18,7 @@ from paceline.strategies.service import REPLY, Message, encode, last_published
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.strategies.served import RoleStrategy
 
 

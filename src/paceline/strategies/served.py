@@ -33,7 +33,7 @@ from paceline.strategies.service import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
     from paceline.strategies.server import Server
 
@@ -245,7 +245,7 @@ class ServerStrategy(RoleStrategy):
 
     def join(self, x: Tensor) -> None:
         for service in self.services:  # a successor may still know what an earlier one has asked
-            service.asked = service.asked or INCARNATION * self.comm.life(self.comm.rank)
+            service.asked = service.asked or INCARNATION * self.comm.incarnation(self.comm.rank)
         try:
             self.exchange(x, x, batches=0, join=1)
         except PeerLost:
@@ -253,7 +253,7 @@ class ServerStrategy(RoleStrategy):
 
     def answer(self, x: Tensor) -> Tensor:
         versions, model = [*self.versions], x.clone()
-        self.fetch(model, self.comm.uncharged())
+        self.fetch(model, self.comm.off_meter())
         self.versions = versions
         return model
 
@@ -263,7 +263,7 @@ class ServerStrategy(RoleStrategy):
     def finish(self, x: Tensor) -> None:
         self.flush(x)
         self.among_live(lambda workers: workers.barrier())
-        self.stale = self.fetch(x, self.comm.uncharged()).staleness
+        self.stale = self.fetch(x, self.comm.off_meter()).staleness
 
 
 @dataclass(kw_only=True)

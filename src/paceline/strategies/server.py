@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
 from paceline.strategies.service import (
     ADOPT,
@@ -64,11 +65,11 @@ class Server(ABC):
         numbers, like = self.method.request_numbers, self.method.vector_at(self.comm.rank)
         room = room_for(numbers, like)
         while not self.over:
-            worker, received = self.clients.recv_or_loss(room, REQUEST)
-            if received is None:
-                self.on_leave(worker)
+            got = self.clients.receive_any(room, REQUEST)
+            if isinstance(got, Lost):
+                self.on_leave(got.rank)
                 continue
-            message = decode(received, numbers, like)
+            worker, message = got.src, decode(got.x, numbers, like)
             if message.number == CALL:
                 self.method.listener.summoned(round(message.numbers[1]), bool(message.numbers[2]))
             else:
@@ -120,7 +121,7 @@ class ShardServer(Server):
 
     def __init__(self, method: ServerStrategy) -> None:
         super().__init__(method)
-        self.comm.serves()
+        self.comm.clock.mark_as_server()
         self.shard = method.vector_at(self.comm.rank).clone()
         self.version = self.missed = 0
         self.done = [0] * method.workers
@@ -153,7 +154,7 @@ class ShardServer(Server):
 
     def updated(self, request: Request) -> None:
         """Count an update of the shard, let its time pass, and let others see it."""
-        self.comm.charge_update(self.shard.nbytes)
+        self.comm.clock.charge_update(self.shard.nbytes)
         self.method.stale.note(self.version - round(request.version))
         self.version += 1
         self.publish()
@@ -267,11 +268,11 @@ class GradientServer(ShardServer):
     def updated(self, request: Request) -> None:
         super().updated(request)
         if self.version % KEPT_EVERY == 0 and (buffers := self.optimizer.buffers()) is not None:
-            self.comm.keep(buffers)
+            self.comm.save_for_successor(buffers)
 
     def take_over(self) -> dict[str, Any]:
         """Take up the buffers of the optimizer as they were last saved: none is newer than that."""
-        left = self.comm.kept()
+        left = self.comm.saved_by_predecessor()
         if left is not None:
             self.optimizer.load_buffers(left)
         return {"buffers_behind": self.version % KEPT_EVERY}

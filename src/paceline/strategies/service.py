@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.packet import Packet
+from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
 from paceline.strategies.base import Staleness
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
 
 REQUEST, REPLY = 1, 2
 """The tags of messages to a server, and from it."""
@@ -163,7 +164,7 @@ class Service:
     def ask(self, numbers: Sequence[float], vector: Tensor, must: bool = True) -> bool:
         """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
         message = encode((self.asked + 1, *numbers), vector)
-        incarnation = self.comm.life(self.server)
+        incarnation = self.comm.incarnation(self.server)
         left = self.comm.post(message, self.server, REQUEST)
         if not left and not must:
             if self.server not in self.comm.alive():
@@ -186,14 +187,11 @@ class Service:
 
     def _receive(self) -> Message | None:
         """What the server answers; None when the one that was asked is lost."""
-        if self.comm.life(self.server) != self._incarnation:
+        if self.comm.incarnation(self.server) != self._incarnation:
             return None
-        try:
-            room = room_for(self._numbers, self._like)
-            message = self.comm.recv(room, self.server, REPLY)
-        except PeerLost:
-            return None
-        return decode(message, self._numbers, self._like)
+        room = room_for(self._numbers, self._like)
+        got = self.comm.receive(room, self.server, REPLY)
+        return None if isinstance(got, Lost) else decode(got.x, self._numbers, self._like)
 
     def _ask_again(self, message: Tensor) -> Message | None:
         """Ask who follows; when all have come to their end, return what they published last."""
@@ -223,7 +221,7 @@ class Service:
         others = after or [rank for rank in here if rank != self.server]
         if others:
             self.server = others[0]
-            self._incarnation = self.comm.life(self.server)
+            self._incarnation = self.comm.incarnation(self.server)
             return
         try:
             self._incarnation = self.await_successor(self._incarnation)
@@ -235,8 +233,8 @@ class Service:
     def await_successor(self, incarnation: int) -> int:
         """Wait for who follows that incarnation of the server; return which one that is."""
         self._check_elastic()
-        self.comm.await_return(self.server, incarnation)
-        return self.comm.life(self.server)
+        self.comm.wait_for_successor(self.server, incarnation)
+        return self.comm.incarnation(self.server)
 
     def _check_elastic(self) -> None:
         """End the run when a server is lost, unless another is to follow it."""
@@ -245,7 +243,7 @@ class Service:
 
     def published(self, comm: Comm, numbers: int) -> Message:
         """What the server has published last: so many numbers, and its vector."""
-        room, incarnation = room_for(numbers, self._like), comm.life(self.server)
+        room, incarnation = room_for(numbers, self._like), comm.incarnation(self.server)
         while (seen := comm.peek(self.server, room)) is None:
             incarnation = self.await_successor(incarnation)
         return decode(seen[1], numbers, self._like)
@@ -256,6 +254,6 @@ def last_published(
 ) -> Message | None:
     """Of what servers have published, if need be in an earlier incarnation, the latest."""
     room = room_for(numbers, like)
-    left = [comm.inherited(room, rank) for rank in servers]
-    found = [decode(message, numbers, like) for message in left if message is not None]
+    left = [comm.last_published(room, rank) for rank in servers]
+    found = [decode(seen.x, numbers, like) for seen in left if seen is not None]
     return max(found, key=lambda message: message.number, default=None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.replica import Replica
     from paceline.strategies.base import Strategy
 
@@ -64,7 +64,7 @@ def check_agreement(comm: Comm, facts: Sequence[str]) -> None:
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=2 * _LIMBS).digest()
     limbs = struct.unpack(f"<{_LIMBS}H", digest)
     sums = torch.tensor([*limbs, *(limb**2 for limb in limbs)])
-    count = comm.all_reduce(sums)
+    count = comm.all_reduce(sums).weight
     totals = sums.tolist()
     squares = zip(totals[:_LIMBS], totals[_LIMBS:], strict=True)
     if all(count * square == total**2 for total, square in squares):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.base import Comm
+from paceline.comm.comm import Comm
 from paceline.model.replica import Replica
 from paceline.training.rest import Rest
 
@@ -60,7 +60,7 @@ class SharedBuffers:
 
     def take_first(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""
-        workers = Comm(self._session.transport.inner, self._session.strategy.first_workers())
+        workers = Comm(self._session.ports.inner, self._session.strategy.first_workers())
         for tensors in self.rest.by_dtype():
             together = torch.cat([t.reshape(-1) for t in tensors])
             workers.broadcast(together.view(torch.uint8))

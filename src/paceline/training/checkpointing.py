@@ -29,7 +29,7 @@ import torch
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
-from paceline.comm.base import Call
+from paceline.comm.ports import Call, Rendezvous
 from paceline.common.format import size as in_words
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Staleness
@@ -83,11 +83,18 @@ class CheckpointParticipant:
 
     def bind(self, session: Session) -> None:
         """Keep the state of this worker, or of the rank that is none."""
-        self._session, self._transport = session, session.transport
+        self._session, self._clock = session, session.clock
+        self._members_port = session.ports.members
         self._everyone = range(session.world.size)
-        self._answered = self._transport.called().number  # who comes late was not called
+        self._answered = self._rendezvous.last_call().number  # a late joiner was not called
         if session.rank == 0:
             self._check_room()
+
+    @property
+    def _rendezvous(self) -> Rendezvous:
+        rendezvous = self._session.ports.rendezvous
+        assert rendezvous is not None  # the launcher refuses checkpoints in other worlds
+        return rendezvous
 
     def ask_to_stop(self) -> None:
         """Have a last checkpoint made, after which the run ends."""
@@ -120,14 +127,14 @@ class CheckpointParticipant:
         """Make a checkpoint, if one is due after this step."""
         if self._session.leads:
             self._call_if_due()
-        call, steps, drift = self._transport.called(), self._stepper.steps, self._drift
+        call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
         if drift is not None and (self._was_lost() or self._is_late_for_some()):
             return  # who has come later, or again, counts other steps than the rest
         called = call.number > self._answered and (drift is None or steps >= call.step)
         regular = drift is not None and self._is_regular(steps)
         if called:
             self._answered, self._call = call.number, call
-        if called and call.lives[self._session.rank] != self._transport.life(self._session.rank):
+        if called and call.incarnations[self._session.rank] != self._incarnation():
             if call.stop:  # it has come too late to be saved
                 raise Stopped
         elif called or regular:
@@ -138,32 +145,35 @@ class CheckpointParticipant:
 
     def _was_lost(self) -> bool:
         """Whether a rank is lost, or was and has come again."""
-        lives = map(self._transport.life, self._everyone)
-        return bool(self._transport.lost()) or any(life > 1 for life in lives)
+        view = self._members_port.view()
+        return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
+
+    def _incarnation(self) -> int:
+        return self._members_port.incarnation(self._session.rank)
 
     def _is_late_for_some(self) -> bool:
         """Whether there are ranks that come after the beginning."""
-        return len(self._transport.starters()) < len(self._everyone)
+        return len(self._members_port.starters) < len(self._everyone)
 
     def _call_if_due(self) -> None:
         """Call the others to a checkpoint, unless a rank is missing that it needs."""
-        call, steps, drift = self._transport.called(), self._stepper.steps, self._drift
-        waited_s = self._transport.now() - self._made_s
+        call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
+        waited_s = self._clock.now() - self._made_s
         by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
         due = self._stop_asked or by_time or (drift is None and self._is_regular(steps))
         if not due or call.number > self._answered or self._misses_one():
             return
-        self._made_s = self._transport.now()
+        self._made_s = self._clock.now()
         after = max(steps, call.step + 1) if drift is None else steps + drift + 1
         over = _PHASES * call.number + _PHASES - 1 if drift is None else 0
-        self._transport.call(call.number, after, self._stop_asked, over)
+        self._rendezvous.call(call.number, after, self._stop_asked, over)
 
     def _misses_one(self) -> bool:
         """Whether a server or communicator is not here; where all keep step, if any was lost."""
         if self._drift is not None:
             return self._was_lost()
         others = self._everyone[self._session.size :]
-        return not set(others) <= set(self._transport.alive())
+        return not set(others) <= set(self._members_port.alive())
 
     def _save(self, number: int, stop: bool) -> None:
         session, strategy = self._session, self._session.strategy
@@ -178,20 +188,21 @@ class CheckpointParticipant:
             self.save_together(number, stop)
         if not self._stepper.alone:
             strategy.go_on(x)
-        self._transport.resume()
+        self._clock.switch_in()
 
     @property
-    def _lives(self) -> Sequence[int]:
-        """The lives of those who meet: of all ranks, or those that were called."""
-        return self._call.lives if self._drift is None else [1] * len(self._everyone)
+    def _incarnations(self) -> Sequence[int]:
+        """The incarnations of those who meet: of all ranks, or those that were called."""
+        return self._call.incarnations if self._drift is None else [1] * len(self._everyone)
 
     @property
     def _members(self) -> list[int]:
         """Those who meet."""
-        return [rank for rank, life in enumerate(self._lives) if life]
+        return [rank for rank, number in enumerate(self._incarnations) if number]
 
     def _meet(self, number: int, phase: int, members: Sequence[int]) -> bool:
-        return self._transport.meet(_PHASES * number + phase, members, self._lives)
+        with self._session.recorder.waiting:
+            return self._rendezvous.meet(_PHASES * number + phase, members, self._incarnations)
 
     def _summon(self, number: int, stop: bool) -> None:
         """Call the ranks that are no workers; where one is lost, the meeting is given up."""
@@ -204,17 +215,17 @@ class CheckpointParticipant:
 
     def save_together(self, number: int, stop: bool) -> None:
         """Save the state of this rank at the same moment as all the others."""
-        transport, session = self._transport, self._session
+        clock, session = self._clock, self._session
         if session.rank >= session.size:
-            self._call = transport.called()
+            self._call = self._rendezvous.last_call()
         if self._drift is None and self._call.number != number:
             return  # there is another call by now
         members = self._members
         if not self._meet(number, 2, members):
             return
-        transport.resume()  # whose generators are saved
+        clock.switch_in()  # its random generators are saved
         step = self._call.step if self._drift is None else number
-        content, now_s = pack_state(self._read(members)), transport.now()
+        content, now_s = pack_state(self._read(members)), clock.now()
         self._made_s = now_s
         if self._meet(number, 3, members):
             saved = self._store.save_rank(step, session.rank, now_s, content)
@@ -230,7 +241,10 @@ class CheckpointParticipant:
             "strategy": session.strategy.state_dict(),
             "stale": vars(session.strategy.stale),
             "guard": session.strategy.guard.state(),
-            "transport": self._transport.snapshot(others if session.rank == members[0] else None),
+            "transport": {
+                **self._rendezvous.snapshot(others if session.rank == members[0] else None),
+                **session.recorder.state(),
+            },
             "generators": read_generators(session.device),
             "pace": stepper.state(),
             "answered": self._answered,
@@ -254,9 +268,10 @@ class CheckpointParticipant:
         session.strategy.load_state_dict(state["strategy"])
         session.strategy.stale = Staleness(**state["stale"])
         session.strategy.guard.load_state(state["guard"])
-        self._transport.restore(state["transport"])
+        self._rendezvous.restore(state["transport"])
+        session.recorder.load_state(state["transport"])
         self._stepper.load_state(state["pace"])
-        self._made_s, self._answered = self._transport.now(), state["answered"]
+        self._made_s, self._answered = self._clock.now(), state["answered"]
         if session.rank < session.size:
             session.show_again(state)
             self._begin_to_catch_up(state["loaders"])
@@ -267,9 +282,10 @@ class CheckpointParticipant:
 
     def await_starters(self) -> None:
         """Wait until all have their state again that are there from the beginning."""
-        starters = self._transport.starters()
-        lives = [int(rank in starters) for rank in self._everyone]
-        self._transport.meet(_PHASES - 1, starters, lives)
+        starters = self._members_port.starters
+        incarnations = [int(rank in starters) for rank in self._everyone]
+        with self._session.recorder.waiting:
+            self._rendezvous.meet(_PHASES - 1, starters, incarnations)
 
     def _begin_to_catch_up(self, loaders: list[Any]) -> None:
         session, places = self._session, [Position(*place) for place in loaders]
@@ -297,7 +313,7 @@ class CheckpointParticipant:
         if not self._stepper.alone:
             session.strategy.go_on(self._stepper.replica.flat.x)
         self._state = {}
-        self._transport.resume()
+        self._clock.switch_in()
 
 
 # Random generators -------------------------------------------------------------------------------

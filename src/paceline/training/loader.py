@@ -239,7 +239,7 @@ class PacedLoader:
     def _share(self, this: Pass, resume_at: Position) -> Iterator[Any]:
         """This worker's batches of an epoch, except those that it had before a checkpoint."""
         session, full, epoch = self._session, self._user_loader.batch_size or 0, this.epoch
-        catching_up, asked_s = session.catching_up, session.world.now()
+        catching_up, asked_s = session.catching_up, session.clock.now()
         if self._is_over():
             return
         for index, samples, share, batch in self._source.batches(epoch, resume_at):
@@ -251,7 +251,7 @@ class PacedLoader:
             session.between_batches()
             if self._is_over():
                 return
-            asked_s = session.world.now()
+            asked_s = session.clock.now()
         if catching_up and this.taken == resume_at.taken > 0:  # no batches were left in it
             with session.for_nothing():
                 yield from self._sample(this)
@@ -369,7 +369,7 @@ class PacedLoader:
         while True:
             ticket = session.draw(self._number, epoch)
             # the data set or the loop may draw random numbers
-            session.world.transport.resume()
+            session.clock.switch_in()
             if ticket is None:
                 return
             yield ticket
@@ -478,7 +478,7 @@ class _Map:
     @property
     def _incarnation(self) -> int:
         session = self._owner._session
-        return session.world.life(session.rank)
+        return session.world.incarnation(session.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None if the epoch is empty."""
@@ -509,7 +509,9 @@ class _Map:
 
     def _last_collective(self) -> Collective:
         comm = self._owner._session.world
-        return Collective(comm.meetings, tuple(r for r in comm.present() if r < self._workers))
+        return Collective(
+            comm.collectives_done, tuple(r for r in comm.present() if r < self._workers)
+        )
 
     def unseen(self) -> int:
         """How many batches were lost with their workers since the last collective."""
@@ -526,7 +528,7 @@ class _Map:
             yield ticket, queue[ticket]
         for ticket in self._owner.tickets(self._epoch):
             if ticket >= len(queue):
-                self._owner._session.world.done_with(self._owner._number, self._epoch, ticket)
+                self._owner._session.ports.queue.mark_used(self._owner._number, self._epoch, ticket)
                 return
             yield ticket, queue[ticket]
 

@@ -50,7 +50,9 @@ class PacedOptimizer(Optimizer):
         """Make one step of the strategy; a ``closure`` is evaluated once, before it."""
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return self._step_with_hooks(closure)
-        return self._step(closure)
+        if closure is not None:
+            return self._step(closure)
+        return self._stepper.step(self._take_overflow())
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it as it has the inner one's
 

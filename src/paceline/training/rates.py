@@ -16,7 +16,7 @@ import torch
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.comm.base import Comm
+    from paceline.comm.comm import Comm
     from paceline.model.replica import Replica
     from paceline.strategies.base import Strategy
 
@@ -54,7 +54,7 @@ class Rates:
         return next((lrs for first, lrs in reversed(self._changes) if first <= step), None)
 
     def _compare(self) -> None:
-        comm = self._strategy.comm.uncharged()
+        comm = self._strategy.comm.off_meter()
         own = [float(self._step), *(self._at(self._step) or ())]
         comm.publish(torch.tensor(own, dtype=torch.float64))
         others = [rank for rank in comm.alive() if rank < self._strategy.workers]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.base import Comm
-from paceline.comm.metered import Meter, MeteredTransport
+from paceline.comm.comm import Comm
+from paceline.comm.metered import Meter, MeteredPorts
 from paceline.errors import (
     CommTimeout,
     LeftBehind,
@@ -49,7 +49,7 @@ class Session(RankListener):
     """One rank of a run, from its start to its end.
 
     Args:
-        transport: the world that the rank is in.
+        ports: the rank's place in the world.
         strategy: the method, as an object.
         workers: how many there are; ranks from there on serve.
         seed: the run's.
@@ -70,7 +70,7 @@ class Session(RankListener):
 
     def __init__(
         self,
-        transport: MeteredTransport,
+        ports: MeteredPorts,
         strategy: Strategy,
         *,
         workers: int,
@@ -81,10 +81,11 @@ class Session(RankListener):
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
     ) -> None:
-        self.rank, self.size, self.seed = transport.rank, workers, seed
-        self.transport, self.strategy = transport, strategy
+        self.rank, self.size, self.seed = ports.rank, workers, seed
+        self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
+        self.strategy = strategy
         self.device = torch.device(device)
-        self.world = Comm(transport, elastic=elastic)
+        self.world = Comm(ports, elastic=elastic)
         self.comm = self.world.group([*range(workers)] if self.rank < workers else [self.rank])
         self.listener, self.checkpointing = listener or Listener(), checkpointing
         self.consensus: float | None = None
@@ -95,7 +96,7 @@ class Session(RankListener):
         self.stepper: Stepper | None = None
         self.model: nn.Module | None = None
         self.loaders: dict[int, PacedLoader] = {}
-        self.pending = PendingBatches(self.world.done_with, self._forget)
+        self.pending = PendingBatches(ports.queue.mark_used, self._forget)
         self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
         self.finished = False
@@ -106,10 +107,11 @@ class Session(RankListener):
     def begin(self, model: nn.Module, optimizer: Optimizer) -> PacedOptimizer:
         """Tie a model and its optimizer to the run; a rank that is no worker serves, and ends."""
         model.to(self.device)
-        alone = self.transport.size == 1  # then this is the plain optimizer, bit for bit
-        replica = Replica(model, optimizer, self.transport.allocate, aligned=alone)
-        self.transport.know_model(replica.flat.x.nbytes, len(replica.flat.spans))
-        stepper = Stepper(self.strategy, replica, self.transport, self._costs, alone, self)
+        alone = self.ports.size == 1  # then this is the plain optimizer, bit for bit
+        replica = Replica(model, optimizer, self.ports.collectives.allocate, aligned=alone)
+        flat = replica.flat
+        self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))
+        stepper = Stepper(self.strategy, replica, self.ports, self._costs, alone, self)
         self.stepper, self.model = stepper, model
         self.buffers = SharedBuffers(model, replica, self)
         self.loads = Loads(model, stepper, self.settle)
@@ -119,7 +121,7 @@ class Session(RankListener):
         try:
             if not alone:
                 self._agree(model, replica)
-            if self._resuming is not None and not self.transport.late:
+            if self._resuming is not None and not self.late:
                 self._go_on(self._resuming, replica.flat.x)
             elif not alone:
                 self._start(replica.flat.x)
@@ -127,7 +129,7 @@ class Session(RankListener):
             stepper.come_back()
         self.listener.ready()
         stepper.account_first()
-        self.transport.resume()
+        self.clock.switch_in()
         return PacedOptimizer(optimizer, stepper)
 
     @property
@@ -138,21 +140,21 @@ class Session(RankListener):
 
     def _agree(self, model: nn.Module, replica: Replica) -> None:
         """Find out whether all that begin together have the same model, method, seed, version."""
-        if not self.transport.late:
-            starters = self.transport.starters()
-            comm = Comm(self.transport.inner.uncharged(), starters, self.world.elastic)
+        if not self.late:
+            starters = self.ports.members.starters
+            comm = Comm(self.ports.off_meter(), starters, self.world.elastic)
             check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
 
     def _go_on(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
         """Go on from a checkpoint, instead of a start."""
-        if self.transport.size > 1:
-            with self.transport.free():
+        if self.ports.size > 1:
+            with self.recorder.paused(), self.ports.uncharged():
                 self.strategy.setup(x)
         checkpointing.take_up()
         self._serve_unless_worker(x)
 
     def _start(self, x: Tensor) -> None:
-        if not self.transport.late:
+        if not self.late:
             self.buffers.show_first()
             self.strategy.setup(x)
             self._serve_unless_worker(x)
@@ -163,11 +165,11 @@ class Session(RankListener):
             self._join(self.strategy.join, x)
             self.buffers.take_fixed()
             self.buffers.adopt()
-            self.transport.arrived()
+            self.ports.members.announce_ready()
             self.tell("joined")
         else:
             facts = self.strategy.succeed(x)
-            self.transport.arrived()
+            self.ports.members.announce_ready()
             self.tell("succeeded", **facts)
             self._serve_unless_worker(x)
 
@@ -180,9 +182,9 @@ class Session(RankListener):
             except (PeersGone, PeerLost) as error:
                 if not others.isdisjoint(self.world.alive()):
                     raise error from None
-                if not others.isdisjoint(self.world.left()):
+                if not others.isdisjoint(self.world.departed()):
                     raise ServingDone from None
-                self.world.await_change(error)  # one that was merely stopped may come back
+                self.world.wait_for_change(error)  # one that was merely stopped may come back
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
@@ -190,7 +192,7 @@ class Session(RankListener):
         stepper = self.running
         self.listener.ready()
         stepper.account_first()
-        self.transport.account_sends(stepper.history)
+        self.recorder.account_sends(stepper.history)
         with suppress(PeersGone):
             self.strategy.serve(x)
         stepper.account(last=True)
@@ -200,20 +202,20 @@ class Session(RankListener):
 
     def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
         """Hear from a loader of a batch: charge its loading, and count its samples."""
-        transport, costs, training = self.transport, self._costs, self.trains
+        clock, costs, training = self.clock, self._costs, self.trains
         self.pending.draw(loop, training)
         loop.held.append(batch)
         if self.catching_up:
             return
         if costs is not None:
-            transport.compute(costs.loading_s(batch.samples, transport.now()))
-        load_s = transport.now() - asked_s
+            clock.charge(costs.loading_s(batch.samples, clock.now()))
+        load_s = clock.now() - asked_s
         facts: Metric = {"epoch": batch.epoch, "index": batch.number, "samples": batch.samples}
         facts["load_s"] = load_s
         if costs is not None and not training:
             facts["forward_s"] = costs.forward_s(batch.samples)
-            transport.compute(facts["forward_s"])
-        transport.note("batch", **facts)
+            clock.charge(facts["forward_s"])
+        self.recorder.note("batch", **facts)
         if self.stepper is not None:
             self.stepper.io_s += load_s
         if training and self.stepper is not None:
@@ -221,7 +223,7 @@ class Session(RankListener):
             loop.samples += batch.samples
             self.epochs_done = max(self.epochs_done, batch.epochs_done)
             self._tell_progress(self.stepper.steps)
-        transport.resume()
+        clock.switch_in()
 
     @property
     def trains(self) -> bool:
@@ -240,12 +242,12 @@ class Session(RankListener):
             self.running.keep_up(self.checkpointing.after_step)
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        """Draw the number of the next batch; see :meth:`Comm.ticket`."""
+        """Draw the number of the next batch; see :class:`~paceline.comm.ports.DataQueue`."""
         while True:
             try:
-                return self.world.ticket(queue, epoch)
+                return self.ports.queue.draw(queue, epoch)
             except LeftBehind:
-                self.running.keep_up(self.transport.alive)
+                self.running.keep_up(self.ports.members.alive)
 
     @property
     def progress(self) -> float:
@@ -312,7 +314,7 @@ class Session(RankListener):
     def settle(self) -> None:
         """Finish what the last step left pending."""
         self.running.settle()
-        self.transport.resume()
+        self.clock.switch_in()
 
     # Ending --------------------------------------------------------------------------------------
 
@@ -326,14 +328,14 @@ class Session(RankListener):
 
     def _come_to_the_end(self, stepper: Stepper) -> None:
         self.catch_up()
-        self.transport.retire()
+        self.ports.queue.mark_finished()
         stepper.settle()
         trained = stepper.steps > 0 if stepper.alone else self._finish_together(stepper)
         stepper.account(last=True)
         stepper.paused = "after worker.finish"
         stepper.replica.release()
-        self.transport.note("finish")
-        self.transport.resume()
+        self.recorder.note("finish")
+        self.clock.switch_in()
         if stepper.drew_in_vain and not trained:
             raise Untrained(
                 "batches were drawn to train with, and no worker made a step: call step() of the"
@@ -464,6 +466,11 @@ class Session(RankListener):
         return self.stepper
 
     @property
+    def late(self) -> bool:
+        """Whether this rank has come, or come again, after the beginning."""
+        return self.ports.members.late
+
+    @property
     def leads(self) -> bool:
         """Whether this is the first of the workers that are left: the one that logs and saves."""
         return self.rank == 0 or self.world.lost().issuperset(range(self.rank))
@@ -471,7 +478,7 @@ class Session(RankListener):
     @property
     def stopping(self) -> bool:
         """Whether a worker has called ``worker.stop_all``."""
-        return self.transport.stopping()
+        return self.ports.queue.closed()
 
     @property
     def set_aside(self) -> bool:
@@ -481,23 +488,23 @@ class Session(RankListener):
     @property
     def meter(self) -> Meter:
         """What this rank has sent, and how long it has waited."""
-        return self.transport.meter
+        return self.recorder.meter
 
     def measuring(self) -> Comm:
         """The workers among themselves, for what measures the run: it counts and costs nothing."""
-        return Comm(self.transport.inner.uncharged(), range(self.size))
+        return Comm(self.ports.off_meter(), range(self.size))
 
     def tell(self, event: str, **facts: Any) -> None:
         """Have something that happened to this rank written into the run's record."""
-        told = {"t": self.transport.now(), "event": event, "rank": self.rank, **facts}
+        told = {"t": self.clock.now(), "event": event, "rank": self.rank, **facts}
         self.listener.event(told)
 
 
 def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:
     """The mean of all ``x``; the sums of squared distances to it and of steps; their number."""
     mean = x.clone()
-    mean /= workers.all_reduce(mean)
+    mean /= workers.all_reduce(mean).weight
     sums = torch.tensor([float((x - mean).double().square().sum()), steps], dtype=torch.float64)
-    count = workers.all_reduce(sums)
+    count = workers.all_reduce(sums).weight
     square, all_steps = sums.tolist()
     return mean, square, all_steps, count

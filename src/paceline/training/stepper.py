@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import MeteredPorts
 from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.model.gradient import Gradient
 from paceline.model.replica import Replica
@@ -42,7 +42,7 @@ class Stepper:
     Args:
         strategy: the method, bound to its communicator.
         replica: this rank's model and optimizer.
-        transport: for the clock and the trace.
+        ports: for the clock and the trace.
         costs: what computing takes in virtual time; None where time is real.
         alone: whether this is the only worker: then no method has anything to do.
         listener: hears of each step.
@@ -62,7 +62,7 @@ class Stepper:
         self,
         strategy: Strategy,
         replica: Replica,
-        transport: MeteredTransport,
+        ports: MeteredPorts,
         costs: Costs | None,
         alone: bool,
         listener: StepListener,
@@ -80,7 +80,8 @@ class Stepper:
         self.last: Mark | None = None
         self.paused: str | None = None
         self.syncing, self.skipping = True, False
-        self._transport, self._costs, self._listener = transport, costs, listener
+        self._members, self._clock, self._recorder = ports.members, ports.clock, ports.recorder
+        self._costs, self._listener = costs, listener
         self._drawn = 0
         self._full_batch = 0
 
@@ -114,7 +115,7 @@ class Stepper:
         self.replica.flat.check()
         charged_s = self.keep_up(partial(self._begin, samples))
         if charged_s is None:  # left behind with its gradient
-            charged_s = self._transport.meter.charged_s
+            charged_s = self._clock.charged_s
         else:
             self.keep_up(partial(self._act, samples or 1, overflow))
         self.max_norm = None
@@ -123,22 +124,22 @@ class Stepper:
         step_s, wait_s = self.last.time_s - begin.time_s, self.last.wait_s - begin.wait_s
         apply_s = step_s - wait_s
         if self._costs is not None:
-            apply_s = self._transport.meter.charged_s - charged_s
-        self._transport.note(
+            apply_s = self._clock.charged_s - charged_s
+        self._recorder.note(
             "step", step=self.steps, samples=samples, step_s=step_s, wait_s=wait_s, apply_s=apply_s
         )
         self.steps += 1
-        self.history.note(self.last.time_s, self.samples, self._transport.meter.bytes_sent)
+        self.history.note(self.last.time_s, self.samples, self._recorder.meter.bytes_sent)
         self._listener.after_step()
         self.warm = self.warm or self.last
-        self._transport.resume()
+        self._clock.switch_in()
 
     def _begin(self, samples: int) -> float:
         """Let the time of the gradient pass; return what has been charged by then."""
-        self._transport.step_begins(self.steps)
+        self._clock.begin_step(self.steps)
         if self._costs is not None:
-            self._transport.compute(self._costs.gradient_s(samples or self._full_batch))
-        return self._transport.meter.charged_s
+            self._clock.charge(self._costs.gradient_s(samples or self._full_batch))
+        return self._clock.charged_s
 
     def _act(self, samples: int, overflow: bool) -> None:
         g = Gradient(samples=samples, overflow=overflow, max_norm=self.max_norm)
@@ -155,7 +156,7 @@ class Stepper:
         if not self.strategy.uses_gradient:
             return g
         flat = self.replica.flat
-        self._transport.charge_gather(flat.x.nbytes)
+        self._clock.charge_gather(flat.x.nbytes)
         return replace(g, gathered=flat.gather(), present=flat.present())
 
     def _judged(self, g: Gradient) -> Gradient:
@@ -178,8 +179,8 @@ class Stepper:
         return g if admitted else replace(g, dropped=True)
 
     def _mark(self) -> Mark:
-        wait_s = self._transport.meter.wait_s
-        return Mark(self._transport.now(), time.monotonic(), wait_s, self.io_s, self.samples)
+        wait_s = self._recorder.meter.wait_s
+        return Mark(self._clock.now(), time.monotonic(), wait_s, self.io_s, self.samples)
 
     @property
     def batch_size(self) -> int:
@@ -208,8 +209,8 @@ class Stepper:
 
     def account(self, last: bool = False) -> None:
         """Note what has been done and sent by now, outside of steps."""
-        meter, now_s = self._transport.meter, self._transport.now()
-        self.history.note(now_s, self.samples, meter.bytes_sent, last)
+        sent = self._recorder.meter.bytes_sent
+        self.history.note(self._clock.now(), self.samples, sent, last)
 
     def account_first(self) -> None:
         """Note what it took to begin; a run that goes on has noted it."""
@@ -245,10 +246,10 @@ class Stepper:
         self._drawn = 0
         while True:
             try:
-                self._transport.rejoin()
+                self._members.rejoin()
                 self.replica.forget_moments()
                 self._listener.rejoin(self.replica.flat.x)
-                self._transport.arrived()
+                self._members.announce_ready()
             except LeftBehind:
                 continue
             self.rejoined += 1

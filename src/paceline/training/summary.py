@@ -13,7 +13,7 @@ from paceline.training.stepper import Mark
 def summary_of(session: Session) -> Summary:
     """The summary of a rank that has finished."""
     stepper, meter = session.stepper, session.meter
-    now = Mark(session.world.now(), time.monotonic(), 0.0)
+    now = Mark(session.clock.now(), time.monotonic(), 0.0)
     first, last = (stepper.first or now, stepper.last or now) if stepper else (now, now)
     return Summary(
         rank=session.rank,
@@ -34,7 +34,7 @@ def summary_of(session: Session) -> Summary:
         samples_per_s=_rate_of(session),
         dropped=_dropped_by(session),
         set_aside=session.set_aside,
-        batches_lost=session.world.transport.batches_lost() + session.unseen_batches,
+        batches_lost=session.ports.queue.lost_batches() + session.unseen_batches,
         **_staleness_of(session),
     )
 

@@ -202,7 +202,7 @@ class Worker:
         if rest.averaged and not own:
             session.buffers.fit()
         before, stepper.paused = stepper.paused, "inside worker.answer"
-        self._session.transport.resume()
+        self._session.clock.switch_in()
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ class Worker:
             return
         stepper = self._session.stepper
         record: Metric = {
-            "t": self._session.transport.now(),
+            "t": self._session.clock.now(),
             "rank": self.rank,
             "step": stepper.steps if stepper else 0,
             "samples": stepper.samples if stepper else 0,
@@ -283,14 +283,14 @@ class Worker:
         vector = torch.cat([own.reshape(-1), torch.ones(1, dtype=torch.float64)])
         act = partial(self.comm.all_reduce, vector)
         stepper = self._session.stepper
-        count = act() if stepper is None else stepper.keep_up(act, again=True)
-        self._session.transport.resume()
-        if count is None or vector[-1] != count:
+        total = act() if stepper is None else stepper.keep_up(act, again=True)
+        self._session.clock.switch_in()
+        if total is None or vector[-1] != total.weight:
             raise UsageError("worker.reduce must be called by every worker, equally often")
-        total = (vector[:-1] / count if op == "mean" else vector[:-1]).view(own.shape)
+        whole = (vector[:-1] / total.weight if op == "mean" else vector[:-1]).view(own.shape)
         if not isinstance(value, Tensor):
-            return total.item()
-        return total.to(value.device, value.dtype if value.is_floating_point() else total.dtype)
+            return whole.item()
+        return whole.to(value.device, value.dtype if value.is_floating_point() else whole.dtype)
 
     def stop_all(self) -> None:
         """Have every worker come to its end: their loaders give no more batches to train on.
@@ -299,7 +299,7 @@ class Worker:
         ``worker.stopping`` tells, to leave the loop over epochs.
         """
         if not self._session.catching_up:
-            self._session.transport.stop_all()
+            self._session.ports.queue.close()
 
     @property
     def stopping(self) -> bool:
@@ -329,7 +329,7 @@ class Worker:
                 " or on ranks that are no workers; use pl.launch(checkpoint_steps=...)"
             )
         stepper.settle()
-        self._session.transport.resume()
+        self._session.clock.switch_in()
         state = {
             **self._session.own_state(),
             "strategy": self.strategy.state_dict(),
@@ -372,7 +372,7 @@ class Worker:
                 "worker.load_weights must be called before the first step, got"
                 f" {stepper.steps} steps"
             )
-        if self._session.transport.late or self._session.catching_up:
+        if self._session.late or self._session.catching_up:
             return
         assert self._session.model is not None and self._session.loads is not None
         try:
@@ -382,7 +382,7 @@ class Worker:
             raise UsageError(f"weights ({path}) must fit the model: {error}") from None
         if not (stepper.alone or self._session.finished):
             self.strategy.adopt(stepper.replica.flat.x)
-            self._session.transport.resume()
+            self._session.clock.switch_in()
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -117,7 +117,7 @@ def test_a_message_is_waited_for_until_it_is_sent_then_received(tmp_path):
         net = pl_net(worker)
         x = net.weight.detach().flatten()
         if worker.rank == 0:
-            worker.comm.compute(0.5)
+            worker.comm.clock.charge(0.5)
             worker.comm.post(x, 1)
         else:
             worker.comm.recv(x, 0)
@@ -172,7 +172,7 @@ class Thoughtful(AllReduce):
 
     def step(self, x, g):
         super().step(x, g)
-        self.comm.compute(0.25)
+        self.comm.clock.charge(0.25)
 
 
 def test_what_a_method_computes_after_the_gradient_is_applying(tmp_path):

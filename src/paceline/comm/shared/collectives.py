@@ -8,31 +8,51 @@ memory of its own, and when all have finished, each rank copies the slices of al
 vectors are intact until then, so that the survivors can do it again among themselves.
 
 A rank that dies has either finished or not, and every survivor sees the same. One that is stopped
-for too long is ended first: what it has done is then final.
+for too long is killed first: what it has done is then final.
 
 Training repeats the same few operations on the same vectors, so what can be known of them once
-(views, blocks, places of words) is kept in the :class:`Group`.
+(views, blocks, indices of words) is kept in the :class:`Group`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import hashlib
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.base import Factor, Work
 from paceline.comm.dtypes import DTYPES
-from paceline.comm.shared.transport import AHEAD, BLOCK, ENTRY_WORDS, Region, SharedMemoryTransport
-from paceline.errors import MessageMismatch
+from paceline.comm.ports import Collectives, Factor, Total
+from paceline.comm.shared.layout import AHEAD, ENTRY_WORDS, MAX_GROUPS
+from paceline.comm.shared.members import SharedMembers
+from paceline.comm.shared.rank import SharedRank
+from paceline.comm.shared.regions import Region, Regions
+from paceline.errors import MessageMismatch, UsageError
 
+BLOCK = 1 << 15
+"""Elements summed at a time: small enough for a block of each vector to stay in a core's cache."""
 _ARRIVED, _FINISHED, _RELEASED = 0, 1, 2
+_ALL_REDUCE, _BROADCAST = 1, 2
+_OPS = {_ALL_REDUCE: "all_reduce", _BROADCAST: "broadcast"}
 _KEPT_PLANS = 8
 
-Entry = list[int]
+
+class Entry(NamedTuple):
+    """What one member brings to a collective."""
+
+    op: int
+    numel: int
+    dtype: int
+    weight: int
+    offset: int
+    sum_offset: int
+    flags: int
+
+    def __str__(self) -> str:
+        return f"{_OPS[self.op]} of {self.numel} x {DTYPES[self.dtype]}"
 
 
 class Block(NamedTuple):
@@ -47,7 +67,7 @@ class Block(NamedTuple):
     others: list[Any]
 
 
-class Plan(NamedTuple):
+class SumPlan(NamedTuple):
     """What a rank does in an all-reduce of known vectors.
 
     Attributes:
@@ -60,38 +80,115 @@ class Plan(NamedTuple):
 
 
 class Group:
-    """This rank's place in the collectives of one set of members."""
+    """This rank's part in the collectives of one set of members, in one incarnation of each."""
 
     def __init__(
         self,
-        transport: SharedMemoryTransport,
-        members: tuple[int, ...],
+        shared: SharedRank,
+        members: SharedMembers,
+        regions: Regions,
+        ranks: tuple[int, ...],
+        incarnations: dict[int, int],
         slot: int,
-        lives: dict[int, int],
     ) -> None:
-        layout = transport.layout
-        self.transport, self.members, self.lives = transport, members, lives
-        self.mine = members.index(transport.rank)
-        lines = {member: layout.group(member, slot) for member in members}
-        self.phases = [
-            {member: line + phase for member, line in lines.items()} for phase in range(3)
+        self.incarnations = incarnations
+        self._shared, self._members, self._regions = shared, members, regions
+        self._ranks, self._own = ranks, ranks.index(shared.rank)
+        lines = {rank: shared.layout.group(rank, slot) for rank in ranks}
+        self._phases = [{rank: line + phase for rank, line in lines.items()} for phase in range(3)]
+        self._entries = [
+            [shared.layout.entry(rank, slot, number) for rank in ranks] for number in range(AHEAD)
         ]
-        self.entries = [
-            [layout.entry(member, slot, number) for member in members] for number in range(AHEAD)
-        ]
-        self.started = 0
-        self.under_way: list[Collective] = []
-        self._plans: list[tuple[list[Entry], Plan]] = []
+        self._number, self._op = 0, _ALL_REDUCE
+        self._plans: list[tuple[list[Entry], SumPlan]] = []
         self._sums: list[Region | None] = [None] * AHEAD
 
-    def reserve(self, number: int, nbytes: int) -> Region:
+    def all_reduce(self, x: Tensor, weight: int, factor: Factor | None, flags: int) -> Total:
+        """Sum ``x`` over the members whose weight is not 0."""
+        region = self._regions.find(x) or self._regions.copy(x)
+        entries = self._arrive(_ALL_REDUCE, x, weight, region, flags)
+        total, all_flags = 0, 0
+        for entry in entries:
+            total += entry.weight
+            all_flags |= entry.flags
+        plan = self._plan(entries) if total and x.numel() else _NO_PLAN
+        scale = 1.0 if factor is None or not plan.blocks else factor(total)
+        for inputs, out, scratch, others in plan.blocks:
+            _sum(inputs, scratch, out)
+            if scale != 1.0:
+                out *= scale
+            for other in others:
+                other[...] = out
+        self._announce(_FINISHED)
+        self._await(_FINISHED, self._number)
+        for part, its in plan.copies:
+            part[...] = its
+        if plan is not _NO_PLAN and region.nbytes:
+            x.copy_(self._shared.arena.tensor(region.offset, x.numel(), x.dtype))
+        self._release(region)
+        return Total(total, all_flags)
+
+    def broadcast(self, x: Tensor, src: int) -> None:
+        """Take the input of one member."""
+        source = self._ranks.index(src)
+        region = self._regions.find(x) or self._regions.copy(x)
+        entries = self._arrive(_BROADCAST, x, 1, region)
+        if self._own != source:
+            offset = entries[source].offset
+            x.copy_(self._shared.arena.tensor(offset, x.numel(), x.dtype))
+        self._announce(_FINISHED)
+        self._await(_FINISHED, self._number)
+        self._release(region)
+
+    # The fences ----------------------------------------------------------------------------------
+
+    def _arrive(
+        self, op: int, x: Tensor, weight: int, region: Region, flags: int = 0
+    ) -> list[Entry]:
+        """Name this rank's vector, and wait for the others; return what each of them brought."""
+        self._op = op
+        self._number += 1
+        self._await(_RELEASED, self._number - AHEAD)
+        indices = self._entries[self._number % AHEAD]
+        part_bytes = -(-x.numel() // len(self._ranks)) * x.element_size()
+        sum_offset = self._reserve(part_bytes).offset if op == _ALL_REDUCE else 0
+        dtype = DTYPES.index(x.dtype)
+        entry = Entry(op, x.numel(), dtype, weight, region.offset, sum_offset, flags)
+        self._shared.words.write(indices[self._own], entry)
+        self._announce(_ARRIVED)
+        self._await(_ARRIVED, self._number)
+        words = self._shared.words
+        entries = [Entry(*words.read(index, ENTRY_WORDS)) for index in indices]
+        for rank, its in zip(self._ranks, entries, strict=True):
+            if its[:3] != entry[:3]:
+                raise MessageMismatch(
+                    f"rank {rank} calls {its} where rank {self._shared.rank} calls {entry}"
+                )
+        return entries
+
+    def _reserve(self, nbytes: int) -> Region:
         """Memory for this rank's part of a sum, which is read until all have released it."""
-        kept = self._sums[number % AHEAD]
+        if not self._shared.elastic:
+            return Region(0)
+        kept = self._sums[self._number % AHEAD]
         if kept is None or kept.nbytes < nbytes:
-            kept = self._sums[number % AHEAD] = self.transport.borrow(None, nbytes)
+            kept = self._sums[self._number % AHEAD] = self._regions.borrow(nbytes)
         return kept
 
-    def plan(self, entries: list[Entry]) -> Plan:
+    def _release(self, region: Region) -> None:
+        self._regions.give_back(region)
+        self._announce(_RELEASED)
+
+    def _announce(self, phase: int) -> None:
+        self._shared.words.announce(self._phases[phase][self._shared.rank], self._number)
+
+    def _await(self, phase: int, number: int) -> None:
+        op = _OPS[self._op]
+        self._members.await_words(self._phases[phase], number, op, self.incarnations)
+
+    # Sums ----------------------------------------------------------------------------------------
+
+    def _plan(self, entries: list[Entry]) -> SumPlan:
         """How to sum these vectors; kept for the next time."""
         for known, plan in self._plans:
             if known == entries:
@@ -100,18 +197,16 @@ class Group:
         self._plans = [(entries, plan), *self._plans[: _KEPT_PLANS - 1]]
         return plan
 
-    def _make_plan(self, entries: list[Entry]) -> Plan:
-        arena, size = self.transport.arena, len(self.members)
-        _, numel, code, *_ = entries[0]
-        dtype = DTYPES[code]
-        vectors = [arena.array(entry[4], numel, dtype) for entry in entries]
-        inputs = [v for v, entry in zip(vectors, entries, strict=True) if entry[3]]
-        edges = [place * numel // size for place in range(size + 1)]
+    def _make_plan(self, entries: list[Entry]) -> SumPlan:
+        arena, size = self._shared.arena, len(self._ranks)
+        numel, dtype = entries[0].numel, DTYPES[entries[0].dtype]
+        vectors = [arena.array(entry.offset, numel, dtype) for entry in entries]
+        inputs = [v for v, entry in zip(vectors, entries, strict=True) if entry.weight]
+        edges = [rank * numel // size for rank in range(size + 1)]
         slices = [slice(*pair) for pair in pairwise(edges)]
-        mine = slices[self.mine]
+        mine, own = slices[self._own], vectors[self._own]
         parts = [slice(i, min(i + BLOCK, mine.stop)) for i in range(mine.start, mine.stop, BLOCK)]
-        own = vectors[self.mine]
-        if not self.transport.elastic:
+        if not self._shared.elastic:
             others, scratch = [v for v in vectors if v is not own], _like(own, BLOCK)
             blocks = [
                 Block(
@@ -122,167 +217,68 @@ class Group:
                 )
                 for part in parts
             ]
-            return Plan(blocks, [])
+            return SumPlan(blocks, [])
         sums = [
-            arena.array(entry[5], part.stop - part.start, dtype)
+            arena.array(entry.sum_offset, part.stop - part.start, dtype)
             for entry, part in zip(entries, slices, strict=True)
         ]
-        out, start = sums[self.mine], mine.start
-        places = [out[part.start - start : part.stop - start] for part in parts]
+        outs = [sums[self._own][part.start - mine.start : part.stop - mine.start] for part in parts]
         blocks = [
-            Block([v[part] for v in inputs], place, place, [])
-            for part, place in zip(parts, places, strict=True)
+            Block([v[part] for v in inputs], out, out, [])
+            for part, out in zip(parts, outs, strict=True)
         ]
-        return Plan(blocks, [(own[part], its) for part, its in zip(slices, sums, strict=True)])
+        return SumPlan(blocks, [(own[part], its) for part, its in zip(slices, sums, strict=True)])
 
 
-class Collective(Work):
-    """One operation of a group, from this rank's arrival to its release."""
+class SharedCollectives(Collectives):
+    """The collectives of one rank."""
 
-    op: ClassVar[str]
-    code: ClassVar[int]
+    def __init__(self, shared: SharedRank, members: SharedMembers, regions: Regions) -> None:
+        self._shared, self._members, self._regions = shared, members, regions
+        self._groups: dict[tuple[int, ...], Group] = {}
 
-    def __init__(self, group: Group, x: Tensor, weight: int) -> None:
-        self._group, self._x, self._transport = group, x, group.transport
-        self._acted = self._over = False
-        self._total = 0
-        while len(group.under_way) >= AHEAD:
-            group.under_way[0].wait()
-        group.started += 1
-        self._number = group.started
-        self._await(_RELEASED, self._number - AHEAD)
-        self._region = self._transport.find_place(x) or self._transport.borrow(x)
-        self._sum = self.reserve(-(-x.numel() // len(group.members)) * x.element_size())
-        entry = group.entries[self._number % AHEAD][group.mine]
-        dtype, place = DTYPES.index(x.dtype), self._region.place
-        told = (self.code, x.numel(), dtype, weight, place, self._sum.place)
-        self._transport.words.write(entry, told)
-        self._announce(_ARRIVED)
-        group.under_way.append(self)
+    def all_reduce(
+        self,
+        x: Tensor,
+        weight: int,
+        members: tuple[int, ...],
+        factor: Factor | None = None,
+        flags: int = 0,
+    ) -> Total:
+        return self._group(members).all_reduce(x, weight, factor, flags)
 
-    def reserve(self, nbytes: int) -> Region:
-        """Memory for this rank's part of the outcome."""
-        return Region(0)
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        self._group(members).broadcast(x, src)
 
-    @abstractmethod
-    def act(self, entries: list[Entry]) -> None:
-        """Do this rank's part, now that all have arrived."""
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        if like.device.type != "cpu":
+            return like.new_zeros(numel)
+        return self._shared.arena.new_tensor(numel, like.dtype)
 
-    @abstractmethod
-    def conclude(self, entries: list[Entry]) -> None:
-        """Take the outcome, now that all have done their part."""
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        members = self._members
+        members.check()
+        group, incarnations = self._groups.get(ranks), {r: members.incarnation(r) for r in ranks}
+        if group is None or group.incarnations != incarnations:
+            slot = self._slot(ranks, [*incarnations.values()])
+            group = Group(self._shared, members, self._regions, ranks, incarnations, slot)
+            self._groups[ranks] = group
+        return group
 
-    def done(self) -> bool:
-        if not self._over and self._group.under_way[0] is self and self._all_at(_ARRIVED):
-            self._act()
-            if self._all_at(_FINISHED):
-                self._conclude()
-        return self._over
-
-    def wait(self) -> int:
-        while not self._over:
-            oldest = self._group.under_way[0]
-            oldest._await(_ARRIVED, oldest._number)
-            oldest._act()
-            oldest._await(_FINISHED, oldest._number)
-            oldest._conclude()
-        return self._total
-
-    def _act(self) -> None:
-        if not self._acted:
-            self._acted = True
-            self._entries = self._read_entries()
-            self._total = sum(entry[3] for entry in self._entries)
-            self.act(self._entries)
-            self._announce(_FINISHED)
-
-    def _conclude(self) -> None:
-        self.conclude(self._entries)
-        self._transport.give_back(self._region)
-        self._announce(_RELEASED)
-        self._group.under_way.remove(self)
-        self._over = True
-
-    def _read_entries(self) -> list[Entry]:
-        """What each member brought; refused unless all call the same on the same shape."""
-        words, places = self._transport.words, self._group.entries[self._number % AHEAD]
-        entries = [words.read(place, ENTRY_WORDS) for place in places]
-        mine = entries[self._group.mine]
-        for member, entry in zip(self._group.members, entries, strict=True):
-            if entry[:3] != mine[:3]:
-                raise MessageMismatch(
-                    f"rank {member} calls {_describe(entry)} where rank {self._transport.rank}"
-                    f" calls {_describe(mine)}"
-                )
-        return entries
-
-    def _announce(self, phase: int) -> None:
-        index = self._group.phases[phase][self._transport.rank]
-        self._transport.words.announce(index, self._number)
-
-    def _all_at(self, phase: int) -> bool:
-        words = self._transport.words
-        return all(words[index] >= self._number for index in self._group.phases[phase].values())
-
-    def _await(self, phase: int, number: int) -> None:
-        group = self._group
-        self._transport.await_words(group.phases[phase], number, self.op, group.lives)
+    def _slot(self, ranks: tuple[int, ...], incarnations: list[int]) -> int:
+        """The index of a group in the directory; the first member to come enters it."""
+        shared, directory = self._shared, self._shared.layout.directory
+        digest = hashlib.blake2b(repr((ranks, incarnations)).encode(), digest_size=7).digest()
+        key = int.from_bytes(digest, "big") + 1
+        with shared.locked(directory):
+            for slot in range(MAX_GROUPS):
+                if shared.words[directory + slot] in (0, key):
+                    shared.words[directory + slot] = key
+                    return slot
+        raise UsageError(f"a run must not use more than {MAX_GROUPS} groups")
 
 
-class AllReduce(Collective):
-    """The sum of all inputs whose weight is not 0."""
-
-    op = "all_reduce"
-    code = 1
-
-    def __init__(self, group: Group, x: Tensor, weight: int, factor: Factor | None) -> None:
-        self._factor = factor
-        super().__init__(group, x, weight)
-
-    def reserve(self, nbytes: int) -> Region:
-        if not self._transport.elastic:
-            return super().reserve(nbytes)
-        return self._group.reserve(self._number, nbytes)
-
-    def act(self, entries: list[Entry]) -> None:
-        """Sum this rank's slice of all vectors."""
-        if self._total and self._x.numel():
-            factor = 1.0 if self._factor is None else self._factor(self._total)
-            for inputs, out, scratch, others in self._group.plan(entries).blocks:
-                _sum(inputs, scratch, out)
-                if factor != 1.0:
-                    out *= factor
-                for other in others:
-                    other[...] = out
-
-    def conclude(self, entries: list[Entry]) -> None:
-        """Take the slices of all; copy them once more, if the vector is not in shared memory."""
-        if self._total and self._x.numel():
-            for part, its in self._group.plan(entries).copies:
-                part[...] = its
-            if self._region.nbytes:
-                place, numel, dtype = self._region.place, self._x.numel(), self._x.dtype
-                self._x.copy_(self._transport.arena.tensor(place, numel, dtype))
-
-
-class Broadcast(Collective):
-    """Everyone takes the input of one member."""
-
-    op = "broadcast"
-    code = 2
-
-    def __init__(self, group: Group, x: Tensor, src: int) -> None:
-        self._src = group.members.index(src)
-        super().__init__(group, x, 1)
-
-    def act(self, entries: list[Entry]) -> None:
-        """Copy the input of the source."""
-        if self._group.mine != self._src:
-            place = entries[self._src][4]
-            self._x.copy_(self._transport.arena.tensor(place, self._x.numel(), self._x.dtype))
-
-    def conclude(self, entries: list[Entry]) -> None:
-        """Nothing is left to do."""
+_NO_PLAN = SumPlan([], [])
 
 
 def _like(array: Any, size: int) -> Any:
@@ -301,8 +297,3 @@ def _sum(inputs: list[Any], scratch: Any, out: Any) -> None:
     for x in rest[:-1]:
         total = add(total, x, out=scratch)
     add(total, rest[-1], out=out)
-
-
-def _describe(entry: Entry) -> str:
-    op = {1: "all_reduce", 2: "broadcast"}[entry[0]]
-    return f"{op} of {entry[1]} x {DTYPES[entry[2]]}"

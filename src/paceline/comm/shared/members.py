@@ -1,19 +1,30 @@
-"""The roll: who is a member of the run, the same for every rank of a host.
+"""Who is a member of a run on one host: one table, the same for every rank.
 
-A rank enters it, has the state that it needs and is ``HERE``, and leaves; or another strikes it
-off, because it died or was stopped for too long. Every entry counts the lives of its rank, so that
-what an earlier life has left behind is told from what the present one says. Entries change under
-one lock, and each change makes the membership number grow.
+A rank enters the table, becomes ``HERE`` once it has the state that it needs, and leaves; or
+another rank strikes it off, because it died or was stopped for too long. Every entry counts the
+incarnations of its rank, so that messages of an earlier incarnation are told from those of the
+present one. Entries change under one lock, and each change makes the membership version grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.ports import Members, View
+from paceline.comm.ranks import ranks
+from paceline.comm.shared.layout import SLOTS
 from paceline.comm.shared.memory import SharedWords
+from paceline.errors import LeftBehind, UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.shared.queue import BatchTable
+    from paceline.comm.shared.rank import SharedRank
 
 Lock = Callable[[], AbstractContextManager[None]]
 
@@ -29,40 +40,39 @@ class Standing(IntEnum):
     STOPPED = 5
 
 
-class Entry(NamedTuple):
-    """What the roll says of a rank: which of its lives, and how that stands."""
+LOST = (Standing.DIED, Standing.STOPPED)
+GONE = (Standing.LEFT, *LOST)
 
-    life: int
+
+class Entry(NamedTuple):
+    """What the table says of a rank: which of its incarnations, and how that one stands."""
+
+    incarnation: int
     standing: Standing
 
     @property
     def word(self) -> int:
         """The entry as it lies in memory."""
-        return self.life * 8 + self.standing
+        return self.incarnation * 8 + self.standing
 
 
 class MemberTable:
-    """The roll of ``size`` ranks, at the words from ``start`` on: the number, then the entries."""
+    """The entries of ``size`` ranks, at the words from ``start`` on: the version, then they."""
 
     def __init__(self, words: SharedWords, start: int, size: int, lock: Lock) -> None:
         self._words, self._start, self.size, self._lock = words, start, size, lock
 
-    @staticmethod
-    def words(size: int) -> int:
-        """How many words a roll takes."""
-        return 1 + size
-
     @property
-    def number(self) -> int:
-        """The membership number: it grows with each change, and never goes back."""
+    def version(self) -> int:
+        """It grows with each change, and never goes back."""
         return self._words[self._start]
 
     def __getitem__(self, rank: int) -> Entry:
-        life, standing = divmod(self.word(rank), 8)
-        return Entry(life, Standing(standing))
+        incarnation, standing = divmod(self.word(rank), 8)
+        return Entry(incarnation, Standing(standing))
 
-    def life(self, rank: int) -> int:
-        """Which life of a rank the entry is of; 0 before it has come."""
+    def incarnation(self, rank: int) -> int:
+        """Which incarnation of a rank the entry is of; 0 before it has come."""
         return self.word(rank) // 8
 
     def entries(self) -> list[int]:
@@ -74,21 +84,256 @@ class MemberTable:
         return self._words[self._start + 1 + rank]
 
     def enter(self, rank: int, late: bool) -> Entry:
-        """Begin another life of ``rank``; one that comes late is not here before it has a state."""
+        """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
         with self._lock():
-            entry = Entry(self[rank].life + 1, Standing.JOINING if late else Standing.HERE)
+            entry = Entry(self[rank].incarnation + 1, Standing.JOINING if late else Standing.HERE)
             self._set(rank, entry)
         return entry
 
     def change(self, rank: int, known: Entry, standing: Standing) -> Entry | None:
-        """Change the standing of ``rank``, unless its entry is another than is ``known`` by now."""
+        """Change the standing of ``rank``, unless its entry is no longer the ``known`` one."""
         with self._lock():
             if self[rank] != known:
                 return None
-            entry = Entry(known.life, standing)
+            entry = Entry(known.incarnation, standing)
             self._set(rank, entry)
         return entry
 
     def _set(self, rank: int, entry: Entry) -> None:
         self._words[self._start + 1 + rank] = entry.word
-        self._words.announce(self._start, self.number + 1)
+        self._words.announce(self._start, self.version + 1)
+
+
+class SharedMembers(Members):
+    """One rank's view of the members; it also strikes off ranks that it finds to be lost.
+
+    Args:
+        shared: the memory.
+        batches: takes back the batches of a lost rank.
+        late: the ranks that come after the beginning; this one is late when it is among them, or
+            when it had another incarnation before.
+    """
+
+    def __init__(self, shared: SharedRank, batches: BatchTable, late: Sequence[int]) -> None:
+        self._shared, self._batches = shared, batches
+        self._table, self._processes = shared.table, shared.processes
+        self.starters = ranks(tuple(peer for peer in range(shared.size) if peer not in late))
+        self._alive: tuple[int, ...] = ()
+        self._alive_at: list[int] = []
+        self._view: View | None = None
+        self._view_of: tuple[list[int], frozenset[int]] | None = None
+        self._looked_s = -TICK_S
+        self._claim()
+        self._enter(shared.rank in late)
+
+    def _claim(self) -> None:
+        """Take this rank, unless another process lives that has it."""
+        shared, index = self._shared, self._shared.layout.pid(self._shared.rank)
+        with shared.locked(shared.layout.members):
+            other = shared.words[index]
+            taken = other not in (0, os.getpid()) and self._table[shared.rank].standing not in GONE
+            if taken and not self._processes.has_died(shared.rank):
+                raise UsageError(
+                    f"rank ({shared.rank}) is taken: process {other} has it, and lives"
+                )
+            shared.words[index] = os.getpid()
+        shared.words[shared.layout.starts(shared.rank)] += 1
+        shared.arena.begin(shared.words[shared.layout.starts(shared.rank)])
+
+    def _enter(self, late: bool) -> None:
+        """Begin an incarnation: the first one of this rank, or another."""
+        shared, own = self._shared, self._shared.rank
+        words, layout = shared.words, shared.layout
+        was_here = self._table[own].incarnation > 0
+        self.late = late or was_here
+        slots = [(peer, slot) for peer in range(shared.size) for slot in range(SLOTS)]
+        for src, slot in slots if was_here else ():  # drop what an earlier incarnation left
+            words.announce(layout.receipt(src, own, slot), words[layout.slot(src, own, slot)])
+        self._entry = self._table.enter(own, self.late)  # from here on others write to this one
+        sent = [words[layout.slot(own, peer, slot)] for peer, slot in slots]
+        shared.sequence = max(*sent, shared.sequence)
+        self._batches.take_back(own, self._entry)  # unless another has done so
+
+    # Who is here ---------------------------------------------------------------------------------
+
+    def alive(self) -> tuple[int, ...]:
+        self.check()
+        self._look_round()
+        if self._alive_at != (entries := self._table.entries()):
+            self._alive = ranks(tuple(filter(self._is_here, range(self._shared.size))))
+            self._alive_at = entries
+        return self._alive
+
+    def _is_here(self, rank: int) -> bool:
+        standing = self._table[rank].standing
+        expected = standing is Standing.EXPECTED and rank in self.starters
+        return expected or standing is Standing.HERE or rank == self._shared.rank
+
+    def view(self) -> View:
+        self._look_round()
+        seen = self._table.entries(), self._processes.stopped()
+        if self._view is None or self._view_of != seen:
+            everyone = range(self._shared.size)
+            standings = {rank: self._table[rank].standing for rank in everyone}
+            self._view_of = seen
+            self._view = View(
+                self._table.version,
+                [self.incarnation(rank) for rank in everyone],
+                frozenset(rank for rank in everyone if standings[rank] in LOST),
+                frozenset(rank for rank in everyone if standings[rank] is Standing.LEFT),
+                seen[1],
+            )
+        return self._view
+
+    def incarnation(self, rank: int) -> int:
+        number = self._table.incarnation(rank)
+        return number if number or rank not in self.starters else 1
+
+    def final_roster(self) -> tuple[tuple[int, int], ...]:
+        shared, alive, start = self._shared, self.alive(), self._shared.layout.roster
+        everyone = range(shared.size)
+        with shared.locked(shared.layout.members):
+            if not shared.words[start]:
+                roster = tuple(self.incarnation(r) if r in alive else 0 for r in everyone)
+                shared.words.write(start + 1, roster)
+                shared.words[start] = 1
+        numbers = shared.words.read(start + 1, shared.size)
+        return tuple((rank, number) for rank, number in enumerate(numbers) if number)
+
+    def check(self) -> None:
+        """Find out whether the others have gone on without this rank."""
+        if self._table.word(self._shared.rank) != self._entry.word:
+            raise LeftBehind
+
+    @property
+    def own_incarnation(self) -> int:
+        """The incarnation of this rank that this process is."""
+        return self._entry.incarnation
+
+    def announce_ready(self) -> None:
+        if self._entry.standing is Standing.JOINING:
+            entry = self._table.change(self._shared.rank, self._entry, Standing.HERE)
+            if entry is None:
+                raise LeftBehind
+            self._entry = entry
+
+    def rejoin(self) -> None:
+        self._enter(late=True)
+
+    def leave(self) -> None:
+        """Come to the end in good order."""
+        self._table.change(self._shared.rank, self._entry, Standing.LEFT)
+        for rank in range(self._shared.size):
+            self._shared.ring(rank)
+
+    # Who is gone ---------------------------------------------------------------------------------
+
+    def _look_round(self) -> None:
+        """See who has died; look after all ranks once in a while."""
+        for rank in self._processes.newly_dead():
+            self.why_gone(rank)
+        now_s = time.monotonic()
+        if now_s >= self._looked_s + TICK_S:
+            self._looked_s = now_s
+            for rank in range(self._shared.size):
+                self.why_gone(rank)
+                entry = self._table[rank]
+                if entry.standing in LOST and self._batches.in_hand(rank):
+                    self._batches.take_back(rank, entry)  # its striker was lost before it did this
+
+    def why_gone(self, rank: int, incarnation: int = 0) -> str | None:
+        """Why ``rank``, in this incarnation, is not here any more; None while it is."""
+        entry = self._table[rank]
+        if incarnation and entry.incarnation > incarnation:
+            return "it died"
+        if rank != self._shared.rank and entry.standing in (Standing.JOINING, Standing.HERE):
+            standing = self._look_at(rank)
+            if standing is not None:
+                self._strike(rank, entry, standing)
+                entry = self._table[rank]
+        if entry.standing is Standing.STOPPED:
+            return f"it has been stopped for {self._shared.limits.dead_s:.1f} s"
+        return {Standing.LEFT: "it has finished", Standing.DIED: "it died"}.get(entry.standing)
+
+    def _look_at(self, rank: int) -> Standing | None:
+        if self._processes.has_died(rank):
+            return Standing.DIED
+        return Standing.STOPPED if self._processes.why_stopped(rank) is not None else None
+
+    def _strike(self, rank: int, entry: Entry, standing: Standing) -> None:
+        """Strike off a lost rank, and take its batches back; of several who try, one does."""
+        struck = self._table.change(rank, entry, standing)
+        if struck is not None:
+            self._batches.take_back(rank, struck)
+            for peer in range(self._shared.size):
+                self._shared.ring(peer)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether ``rank`` is gone, or its process has ended and nobody has struck it off yet."""
+        return self._table[rank].standing in GONE or self._processes.has_died(rank)
+
+    # Waiting -------------------------------------------------------------------------------------
+
+    def await_words(
+        self,
+        indices: Mapping[int, int],
+        value: int,
+        op: str,
+        incarnations: Mapping[int, int] | None = None,
+    ) -> None:
+        """Wait until each rank's word has reached ``value``; give up when one of them is gone.
+
+        With ``incarnations``, these ranks write into each other's memory: one that is stopped for
+        too long is killed first, so that it cannot go on to write after the others have.
+        """
+        words, watch = self._shared.words, None
+        for index in indices.values():
+            while words[index] < value and not words.wait(index, value, TICK_S):
+                watch = watch or Watch(op, self._shared.limits)
+                self._look_after(indices, value, watch, incarnations)
+
+    def _look_after(
+        self,
+        indices: Mapping[int, int],
+        value: int,
+        watch: Watch,
+        incarnations: Mapping[int, int] | None,
+    ) -> None:
+        self.check()
+        needed = incarnations or {}
+        gone = {rank: self.why_gone(rank, needed.get(rank, 0)) for rank in indices}
+        for rank, number in needed.items():
+            if gone[rank] and self._table[rank] == Entry(number, Standing.STOPPED):
+                self._processes.end(rank)
+        # Read again after that: a rank may have done its part and then ended.
+        missing = [rank for rank, index in indices.items() if self._shared.words[index] < value]
+        lost = [rank for rank in missing if gone[rank] is not None]
+        if lost:
+            raise watch.lost(lost, gone[lost[0]] or "")
+        if missing:
+            watch.keep_patience(missing)
+
+    def wait_for_change(self, seconds: float) -> bool:
+        """Other ranks change the table when they find a loss; this one looks for itself, too."""
+        shared, watch = self._shared, Watch("a change", self._shared.limits)
+        seen = self._table.entries()
+        while watch.waited_s < seconds:
+            watch.look()
+            shared.words.wait_change(shared.layout.members, self._table.version, TICK_S)
+            self.alive()
+            if self._table.entries() != seen:
+                return True
+        return False
+
+    def wait_for_successor(self, rank: int, incarnation: int) -> None:
+        words, version = self._shared.words, self._shared.layout.members
+        watch = Watch(f"a successor of rank {rank}", self._shared.limits)
+        while True:
+            seen, entry = words[version], self._table[rank]
+            self.check()
+            if entry.incarnation > incarnation and entry.standing is Standing.HERE:
+                return
+            if entry.standing is Standing.LEFT:
+                raise watch.lost([rank], "it has finished")
+            if not words.wait_change(version, seen, TICK_S):
+                watch.keep_patience([rank])

@@ -37,15 +37,21 @@ class Arena:
     Args:
         fd: the memfd, inherited from the launcher.
         owner: whose range :meth:`take` allocates from; 0 is the control area's.
-        start: which process of the owner this is. Two that follow each other use different
-            quarters of the range, since peers may still read what the earlier one has left.
     """
 
-    def __init__(self, fd: int, owner: int, start: int = 0) -> None:
+    def __init__(self, fd: int, owner: int) -> None:
         self._fd, self._first = fd, owner * RANGE_BYTES
-        self._next = self._first + start % 2 * RANGE_BYTES // 4
+        self._next = self._first
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
         self._own: list[tuple[int, int, int]] = []
+
+    def begin(self, start: int) -> None:
+        """Allocate for process number ``start`` of the owner.
+
+        Two processes that follow each other use different quarters of the range: peers may still
+        read what the earlier one has left.
+        """
+        self._next = self._first + start % 2 * RANGE_BYTES // 4
 
     @staticmethod
     def create(ranks: int) -> int:
@@ -60,13 +66,13 @@ class Arena:
         return fd
 
     def take(self, nbytes: int) -> int:
-        """Allocate zeroed memory from this rank's own range; return its place in the file."""
+        """Allocate zeroed memory from this rank's own range; return its offset in the file."""
         start = self._next
         self._next += _pages(max(nbytes, 1))
         return start
 
     def window(self, buffer: int, nbytes: int, number: int) -> int:
-        """The place of a buffer of one of this rank's windows; a successor finds the same."""
+        """The offset of a buffer of one of this rank's windows; a successor finds the same."""
         return self._first + (4 + number) * RANGE_BYTES // 8 + buffer * _pages(nbytes)
 
     def map(self, start: int, nbytes: int) -> tuple[mmap.mmap, int]:
@@ -87,6 +93,26 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         memory, offset = self.map(start, numel * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+    def write(self, start: int, x: Tensor, header: bytes) -> None:
+        """Copy a vector to ``start``, and a header behind it."""
+        memory, offset = self.map(start, x.nbytes + len(header))
+        end = offset + x.nbytes
+        if x.numel():
+            torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset).copy_(x)
+        memory[end : end + len(header)] = header
+
+    def read(
+        self, start: int, numel: int, dtype: torch.dtype, header_bytes: int
+    ) -> tuple[Tensor, bytes]:
+        """Copies of the vector at ``start`` and of the header behind it."""
+        nbytes = numel * dtype.itemsize
+        memory, offset = self.map(start, nbytes + header_bytes)
+        end = offset + nbytes
+        x = torch.empty(0, dtype=dtype)
+        if numel:
+            x = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).clone()
+        return x, memory[end : end + header_bytes]
 
     def array(self, start: int, numel: int, dtype: torch.dtype) -> Any:
         """The vector at ``start`` for quick sums: numpy's, except of the dtypes of 16 bits."""

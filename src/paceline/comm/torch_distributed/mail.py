@@ -1,9 +1,9 @@
 """Messages over torch.distributed: one service thread a rank, over a gloo group of its own.
 
-The thread receives headers and nothing else; a vector stays with its sender until somebody asks for
-it, and is refused by its header before memory is taken for it. Who polls does not wait for it: it
-is fetched until the next time. A send is done, and a mailbox has room again, when the receiver has
-said so.
+The thread receives announcements and nothing else. What is announced stays with its sender until
+somebody asks for it, and is refused by its announcement before memory is taken for it. A poll does
+not wait for it: it is fetched until the next poll. A send is done, and a mailbox has room again,
+when the receiver has said so. The header of a message travels behind its vector.
 """
 
 from __future__ import annotations
@@ -20,21 +20,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.base import MAILBOX_CAPACITY, Limits, Work, check_fit
 from paceline.comm.dtypes import DTYPES, dtype_of
+from paceline.comm.limits import Limits
 from paceline.comm.liveness import Peers, Watch
-from paceline.errors import PeerLost, PeersGone
+from paceline.comm.ports import (
+    MAILBOX_CAPACITY,
+    PUBLISHED,
+    Lost,
+    Mail,
+    Message,
+    Published,
+    Sending,
+    check_fit,
+)
 
-_HEADER_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
+_ANNOUNCED_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
 _TICK_S = 0.1
 _SMALL_BYTES = 4096
-"""A vector that travels in no more time than its header took."""
-_HEADERS_KEPT = 4 * (MAILBOX_CAPACITY + 4)
-"""A header must be kept until it has arrived; fewer than these can be on their way to one rank."""
+"""A vector that travels in no more time than its announcement took."""
+_ANNOUNCED_KEPT = 4 * (MAILBOX_CAPACITY + 4)
+"""An announcement must be kept until it has arrived; fewer than these can be on their way to one
+rank."""
 
 
 class Kind(IntEnum):
-    """What a header says."""
+    """What is announced."""
 
     SEND = 1
     POST = 2
@@ -42,12 +52,12 @@ class Kind(IntEnum):
     PEEK = 4
     WINDOW = 5
     LEFT = 6
-    RETIRED = 7
+    FINISHED = 7
     STOP = 8
 
 
-class Header(NamedTuple):
-    """The fixed part of every message; ``number`` names the vector that it announces."""
+class Announcement(NamedTuple):
+    """What comes before every message; ``number`` names the vector that it announces."""
 
     kind: int
     tag: int = 0
@@ -55,6 +65,12 @@ class Header(NamedTuple):
     numel: int = 0
     number: int = 0
     version: int = 0
+    header_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the vector."""
+        return self.numel * dtype_of(self.dtype).itemsize
 
 
 class _Held(NamedTuple):
@@ -66,17 +82,24 @@ class _Held(NamedTuple):
     x: Tensor
 
 
-class _Offer(Work):
-    def __init__(self, mail: Mail, dst: int, number: int) -> None:
+class _Shown(NamedTuple):
+    """A message that others can have: its vector and header, in one tensor."""
+
+    payload: Tensor
+    dtype: torch.dtype
+    numel: int
+    header_bytes: int
+    version: int
+
+
+class _Offer(Sending):
+    def __init__(self, mail: DistributedMail, dst: int, number: int) -> None:
         self._mail, self._dst, self._number = mail, dst, number
 
-    def done(self) -> bool:
-        return self._mail.is_taken(self._number)
-
-    def wait(self) -> int:
+    def wait(self) -> Lost | None:
         op = f"send to rank {self._dst}"
-        self._mail.wait(lambda: self.done() or None, [self._dst], op)
-        return 1
+        taken = self._mail.wait(lambda: self._mail.is_taken(self._number) or None, [self._dst], op)
+        return taken if isinstance(taken, Lost) else None
 
 
 class _Fetch:
@@ -114,7 +137,7 @@ class _Fetch:
         return late
 
 
-class Mail:
+class DistributedMail(Mail):
     """The messages of one rank."""
 
     def __init__(self, rank: int, size: int, limits: Limits, peers: Peers) -> None:
@@ -123,14 +146,14 @@ class Mail:
         with peers.explaining("the start"):
             self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
-        self._inbox: list[tuple[int, Header]] = []
-        self._windows: dict[int, tuple[int, Header]] = {}
+        self._inbox: list[tuple[int, Announcement]] = []
+        self._windows: dict[int, tuple[int, Announcement]] = {}
         self._held: dict[int, _Held] = {}
         self._fetches: dict[tuple[int, int], _Fetch] = {}
-        self._headers = [deque[Any](maxlen=_HEADERS_KEPT) for _ in range(size)]
-        self._shown: dict[int, tuple[int, Tensor]] = {}
+        self._announced = [deque[Any](maxlen=_ANNOUNCED_KEPT) for _ in range(size)]
+        self._shown: dict[int, _Shown] = {}
         self._left: set[int] = set()
-        self.retired: frozenset[int] = frozenset()
+        self.finished: frozenset[int] = frozenset()
         self.stopping = False
         self._number = 0
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
@@ -156,21 +179,28 @@ class Mail:
             with self._changed:
                 self._changed.wait(_TICK_S)
 
-    def retire(self) -> None:
+    def mark_finished(self) -> None:
         """Say that this rank has come to the end of its data."""
-        self._tell_all(Kind.RETIRED)
+        self._tell_all(Kind.FINISHED)
         with self._changed:
-            self.retired |= {self.rank}
+            self.finished |= {self.rank}
 
     def stop_all(self) -> None:
         """Have every worker come to its end."""
         self._tell_all(Kind.STOP)
         self.stopping = True
 
+    def gone(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The ranks that are lost, and those that departed."""
+        reasons = {rank: self.why_gone(rank) for rank in range(self.size)}
+        departed = frozenset(self._left)
+        lost = frozenset(rank for rank, why in reasons.items() if why and rank not in departed)
+        return lost, departed
+
     def _tell_all(self, kind: Kind) -> None:
         for dst in range(self.size):
             if dst != self.rank and self._peers.why_lost(dst) is None:
-                self._send_header(dst, Header(kind))
+                self._announce(dst, Announcement(kind))
 
     @property
     def closed(self) -> bool:
@@ -189,7 +219,7 @@ class Mail:
         patient: bool = False,
         any_loss: bool = False,
     ) -> Any:
-        """Wait until ``ready`` gives something, or all ``peers`` are gone, or any of them is."""
+        """Wait until ``ready`` returns something; return ``Lost`` when all, or any, are gone."""
         watch = Watch(op, self._limits, patient)
         while True:
             with self._changed:
@@ -203,46 +233,47 @@ class Mail:
                 value = ready()
             if value is not None:
                 return value
-            if gone and any_loss:
-                raise self._peers.lost(watch, gone)
-            if len(gone) == len(peers):
-                raise PeersGone if op == "recv_any" else self._peers.lost(watch, gone)
+            if len(gone) == len(peers) or (gone and any_loss):
+                error = self._peers.lost(watch, gone)
+                return Lost(tuple(error.ranks), error.op, error.reason, error.waited_s)
             self._peers.check()
             watch.keep_patience(peers)
 
     # Sending -------------------------------------------------------------------------------------
 
-    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Offer a vector to ``dst``."""
-        return _Offer(self, dst, self._offer(Kind.SEND, x.cpu(), dst, tag))
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> _Offer:
+        self._peers.check()
+        payload = _payload(x, header) if header else x.cpu()
+        return _Offer(self, dst, self._offer(Kind.SEND, dst, tag, _shown(x, payload, header)))
 
-    def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        """Leave a copy for ``dst``, if its mailbox has room."""
+    def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
+        self._peers.check()
         with self._changed:
             held = sum(h.dst == dst and h.kind == Kind.POST for h in self._held.values())
         if held >= MAILBOX_CAPACITY or self.why_gone(dst) is not None:
             return False
-        self._offer(Kind.POST, x.detach().cpu().clone(), dst, tag)
+        self._offer(Kind.POST, dst, tag, _shown(x, _payload(x, header), header))
         return True
 
     def is_taken(self, number: int) -> bool:
         """Whether a vector was taken."""
         return number not in self._held
 
-    def _offer(self, kind: Kind, x: Tensor, dst: int, tag: int, version: int = 0) -> int:
+    def _offer(self, kind: Kind, dst: int, tag: int, shown: _Shown) -> int:
         with self._changed:
             self._number += 1
             number = self._number
-            work = self._send(x, dst, _FIRST_TAG + number % _TAGS)
-            self._held[number] = _Held(dst, kind, work, x)
-        dtype = DTYPES.index(x.dtype)
-        self._send_header(dst, Header(kind, tag, dtype, x.numel(), number, version))
+            work = self._send(shown.payload, dst, _FIRST_TAG + number % _TAGS)
+            self._held[number] = _Held(dst, kind, work, shown.payload)
+        dtype, header_bytes = DTYPES.index(shown.dtype), shown.header_bytes
+        announced = (dtype, shown.numel, number, shown.version, header_bytes)
+        self._announce(dst, Announcement(kind, tag, *announced))
         return number
 
-    def _send_header(self, dst: int, header: Header) -> None:
-        message = torch.tensor(header)
+    def _announce(self, dst: int, announcement: Announcement) -> None:
+        message = torch.tensor(announcement)
         with self._changed:
-            self._headers[dst].append((self._send(message, dst, _HEADER_TAG), message))
+            self._announced[dst].append((self._send(message, dst, _ANNOUNCED_TAG), message))
 
     def _send(self, x: Tensor, dst: int, tag: int) -> Any:
         """Start to send; that a connection broke is for those to say who wait for ``dst``."""
@@ -251,20 +282,21 @@ class Mail:
         except RuntimeError:
             return None
 
-    # Taking --------------------------------------------------------------------------------------
+    # Receiving -----------------------------------------------------------------------------------
 
-    def take(
-        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool
-    ) -> tuple[int, Tensor]:
-        """Wait for a message and take it; the next one is fetched while this one is made use of."""
+    def receive(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
+    ) -> Message | Lost:
+        """The next message is fetched while the caller works on this one."""
+        self._peers.check()
         while True:
-            src, header = self.wait(
-                lambda: self._find(sources, tag), sources, op, op == "recv_any", watch
-            )
-            taken = self._take(src, header, like)
-            if taken is not None:
+            found = self.wait(lambda: self._find(sources, tag), sources, op, any_loss, any_loss)
+            if isinstance(found, Lost):
+                return found
+            message = self._take(found[0], found[1], like)
+            if message is not None:
                 self._fetch_ahead(like, sources, tag)
-                return src, taken
+                return message
 
     def _fetch_ahead(self, like: Tensor, sources: Sequence[int], tag: int) -> None:
         with self._changed:
@@ -272,72 +304,81 @@ class Mail:
         if found is not None and self._fits(found[1], like):
             self._fetch(*found)
 
-    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
+    def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         """Take a message that is here in full; those that are not are fetched meanwhile."""
-        for src, header in self._oldest(sources, tag):
-            if not self._fits(header, like) or self._is_here(src, header):
-                taken = self._take(src, header, like)
-                if taken is not None:
-                    return src, taken
+        self._peers.check()
+        for src, announced in self._oldest(sources, tag):
+            if not self._fits(announced, like) or self._is_here(src, announced):
+                message = self._take(src, announced, like)
+                if message is not None:
+                    return message
         return None
 
-    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Header] | None:
-        for src, header in self._inbox:
-            if src in sources and header.tag == tag:
-                return src, header
+    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Announcement] | None:
+        for src, announced in self._inbox:
+            if src in sources and announced.tag == tag:
+                return src, announced
         return None
 
-    def _oldest(self, sources: Sequence[int], tag: int) -> list[tuple[int, Header]]:
+    def _oldest(self, sources: Sequence[int], tag: int) -> list[tuple[int, Announcement]]:
         """The first message of each sender."""
-        oldest: dict[int, Header] = {}
+        oldest: dict[int, Announcement] = {}
         with self._changed:
-            for src, header in self._inbox:
-                if src in sources and header.tag == tag:
-                    oldest.setdefault(src, header)
+            for src, announced in self._inbox:
+                if src in sources and announced.tag == tag:
+                    oldest.setdefault(src, announced)
         return list(oldest.items())
 
-    def _fits(self, header: Header, like: Tensor) -> bool:
-        return (header.numel, header.dtype) == (like.numel(), DTYPES.index(like.dtype))
+    def _fits(self, announced: Announcement, like: Tensor) -> bool:
+        return (announced.numel, announced.dtype) == (like.numel(), DTYPES.index(like.dtype))
 
-    def _is_here(self, src: int, header: Header) -> bool:
-        """Whether to take an announced vector would not wait; its fetching begins, if it has not.
+    def _is_here(self, src: int, announced: Announcement) -> bool:
+        """Whether to take a message would not wait; its fetching begins, if it has not.
 
-        A small one is as good as here. That its sender was lost is not to be waited for, either.
+        A small one is as good as here. Nor does it wait when the sender was lost.
         """
-        fetch = self._fetch(src, header)
+        fetch = self._fetch(src, announced)
         if fetch.x.nbytes <= _SMALL_BYTES:
             return True
         return fetch.outcome(0) is not None or self._is_hopeless(fetch, src)
 
-    def _take(self, src: int, header: Header, like: Tensor | None) -> Tensor | None:
-        """Fetch an announced vector; None when its sender died with it."""
+    def _take(self, src: int, announced: Announcement, like: Tensor | None) -> Message | None:
+        """Fetch an announced message; None when its sender died with it."""
         with self._changed:
-            if (src, header) in self._inbox:
-                self._inbox.remove((src, header))
+            if (src, announced) in self._inbox:
+                self._inbox.remove((src, announced))
+        dtype, number = dtype_of(announced.dtype), announced.number
         try:
             if like is not None:
-                check_fit(like, header.numel, dtype_of(header.dtype), src, header.tag)
-            fetch = self._fetch(src, header)
+                check_fit(like, announced.numel, dtype, src, announced.tag)
+            fetch = self._fetch(src, announced)
             self._await(fetch, src)
-            del self._fetches[src, header.number]
+            del self._fetches[src, number]
             if not fetch.outcome(0):
                 return None
         finally:
-            self._send_header(src, Header(Kind.TAKEN, number=header.number))
-        return fetch.x if like is None else fetch.x.to(like.device).view_as(like)
+            self._announce(src, Announcement(Kind.TAKEN, number=number))
+        x, header = fetch.x, b""
+        if announced.header_bytes:
+            header = x[announced.nbytes :].numpy().tobytes()
+            x = x[: announced.nbytes].view(dtype)
+        return Message(src, x if like is None else x.to(like.device).view_as(like), header)
 
-    def _fetch(self, src: int, header: Header) -> _Fetch:
-        """The fetching of an announced vector, from the first time that it is asked for."""
-        key = (src, header.number)
+    def _fetch(self, src: int, announced: Announcement) -> _Fetch:
+        """The fetching of an announced message, from the first time that it is asked for."""
+        key = (src, announced.number)
         if key not in self._fetches:
-            x = torch.empty(header.numel, dtype=dtype_of(header.dtype))
-            self._fetches[key] = _Fetch(self._group, x, src, _FIRST_TAG + header.number % _TAGS)
+            if announced.header_bytes:
+                x = torch.empty(announced.nbytes + announced.header_bytes, dtype=torch.uint8)
+            else:
+                x = torch.empty(announced.numel, dtype=dtype_of(announced.dtype))
+            self._fetches[key] = _Fetch(self._group, x, src, _FIRST_TAG + announced.number % _TAGS)
         return self._fetches[key]
 
     def _await(self, fetch: _Fetch, src: int) -> None:
         """Wait for a vector, or until its sender is lost.
 
-        One that has finished is still here: it stays until all have what they were sent.
+        A sender that has finished is still here: it stays until all have what they were sent.
         """
         while fetch.outcome(_TICK_S) is None and not self._is_hopeless(fetch, src):
             pass
@@ -347,62 +388,63 @@ class Mail:
 
     # Windows -------------------------------------------------------------------------------------
 
-    def publish(self, x: Tensor, window: int = 0) -> int:
-        """Put a copy into one of this rank's windows."""
-        copy = x.detach().cpu().clone()
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        self._peers.check()
+        payload = _payload(x, header)
         with self._changed:
-            version = self._shown[window][0] + 1 if window in self._shown else 1
-            self._shown[window] = (version, copy)
+            version = self._shown[window].version + 1 if window in self._shown else 1
+            self._shown[window] = _shown(x, payload, header, version)
         return version
 
-    def peek(self, src: int, like: Tensor | None, window: int = 0) -> tuple[int, Tensor] | None:
-        """Ask the service of ``src`` for what it last put into a window."""
+    def peek(
+        self, src: int, like: Tensor | None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        """Ask the service of ``src``; once that is gone, its windows are."""
+        self._peers.check()
         if self.why_gone(src) is not None:
             return None
         with self._changed:
             self._number += 1
             request = self._number
-        self._send_header(src, Header(Kind.PEEK, tag=window, number=request))
-        try:
-            src, header = self.wait(
-                lambda: self._windows.pop(request, None), [src], f"peek at rank {src}"
-            )
-        except PeerLost:
+        self._announce(src, Announcement(Kind.PEEK, tag=window, number=request))
+        found = self.wait(lambda: self._windows.pop(request, None), [src], f"peek at rank {src}")
+        if isinstance(found, Lost):
             return None
-        if header.version == 0:
+        src, announced = found
+        if announced.version == 0:
             return None
-        x = self._take(src, header, None if like is None else like.view(-1))
-        return None if x is None else (header.version, x)
+        message = self._take(src, announced, None if like is None else like.view(-1))
+        return message and Published(announced.version, message.x, message.header)
 
     # The service ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while len(self._left | {self.rank}) < self.size:
-            message = torch.zeros(len(Header._fields), dtype=torch.int64)
+            message = torch.zeros(len(Announcement._fields), dtype=torch.int64)
             try:
-                work = self._group.recv_anysource([message], _HEADER_TAG)
+                work = self._group.recv_anysource([message], _ANNOUNCED_TAG)
                 work.wait()
             except RuntimeError:
                 return
-            self._handle(work._source_rank(), Header(*message.tolist()))
+            self._handle(work._source_rank(), Announcement(*message.tolist()))
 
-    def _handle(self, src: int, header: Header) -> None:
-        if header.kind == Kind.PEEK:
-            self._answer_peek(src, header.tag, header.number)
+    def _handle(self, src: int, announced: Announcement) -> None:
+        if announced.kind == Kind.PEEK:
+            self._answer_peek(src, announced.tag, announced.number)
             return
         with self._changed:
-            if header.kind in (Kind.SEND, Kind.POST):
-                self._inbox.append((src, header))
-            elif header.kind == Kind.WINDOW:
-                self._windows[header.tag] = (src, header)
-            elif header.kind == Kind.TAKEN:
-                self._held.pop(header.number, None)
-            elif header.kind == Kind.LEFT:
+            if announced.kind in (Kind.SEND, Kind.POST):
+                self._inbox.append((src, announced))
+            elif announced.kind == Kind.WINDOW:
+                self._windows[announced.tag] = (src, announced)
+            elif announced.kind == Kind.TAKEN:
+                self._held.pop(announced.number, None)
+            elif announced.kind == Kind.LEFT:
                 self._left.add(src)
                 self._peers.leaves(src)
-            elif header.kind == Kind.RETIRED:
-                self.retired |= {src}
-            elif header.kind == Kind.STOP:
+            elif announced.kind == Kind.FINISHED:
+                self.finished |= {src}
+            elif announced.kind == Kind.STOP:
                 self.stopping = True
             self._changed.notify_all()
 
@@ -410,6 +452,20 @@ class Mail:
         with self._changed:
             shown = self._shown.get(window)
         if shown is None:
-            self._send_header(src, Header(Kind.WINDOW, tag=request))
+            self._announce(src, Announcement(Kind.WINDOW, tag=request))
         else:
-            self._offer(Kind.WINDOW, shown[1], src, request, version=shown[0])
+            self._offer(Kind.WINDOW, src, request, shown)
+
+
+def _shown(x: Tensor, payload: Tensor, header: bytes, version: int = 0) -> _Shown:
+    return _Shown(payload, x.dtype, x.numel(), len(header), version)
+
+
+def _payload(x: Tensor, header: bytes) -> Tensor:
+    """A copy of a message in one tensor: the vector, and the bytes of the header behind it."""
+    if not header:
+        return x.detach().cpu().clone()
+    payload = torch.empty(x.nbytes + len(header), dtype=torch.uint8)
+    payload[: x.nbytes].view(x.dtype).copy_(x.detach())
+    payload[x.nbytes :] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return payload

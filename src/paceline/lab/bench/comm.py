@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.base import Comm, Transport
+from paceline.comm.comm import Comm
+from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
@@ -38,13 +39,13 @@ def bench_comm(
     return rows
 
 
-def time_engines(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
+def time_engines(ports: Ports, channel: Channel, argument: dict[str, Any]) -> Any:
     """Time each engine on one rank: the seconds of each repeat, by size and engine."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     join_gloo(comm, argument["port"])
     times: dict[str, dict[str, list[float]]] = {}
     for nbytes in argument["sizes"]:
-        engines = _engines(comm, transport, nbytes // 4)
+        engines = _engines(comm, ports, nbytes // 4)
         seconds = times[str(nbytes)] = {name: [] for name in engines}
         calls = _calls(nbytes)
         for repeat in range(argument["repeats"] + 1):
@@ -64,8 +65,8 @@ def _calls(nbytes: int) -> int:
     return max(2, min(20, (80 << 20) // nbytes))
 
 
-def _engines(comm: Comm, transport: Transport, numel: int) -> dict[str, Callable[[], object]]:
-    shared = transport.allocate(numel, torch.empty(0))
+def _engines(comm: Comm, ports: Ports, numel: int) -> dict[str, Callable[[], object]]:
+    shared = ports.collectives.allocate(numel, torch.empty(0))
     other, copied = torch.zeros(numel), torch.zeros(numel)
     _check(comm, shared.fill_(comm.rank + 1))
     shared.zero_()

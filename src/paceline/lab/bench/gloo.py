@@ -6,8 +6,8 @@ import socket
 
 import torch.distributed as dist
 
-from paceline.comm.base import Comm
-from paceline.comm.torch_distributed.transport import open_store
+from paceline.comm.comm import Comm
+from paceline.comm.torch_distributed.connect import open_store
 
 
 def free_port() -> int:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from paceline.comm.base import Comm, Limits
+from paceline.comm.comm import Comm
+from paceline.comm.limits import Limits
 from paceline.lab.tasks.fashion import load_images, make_loader, make_model
 from paceline.lab.tasks.recipe import LEAST_BATCH, MOMENTUM, batch_of
 from paceline.launcher.simulate import simulate
 from paceline.sim.cluster import load_cluster
-from paceline.sim.world import SimulatedTransport, World
+from paceline.sim.world import SimulatedPorts, World
 from paceline.training.worker import Worker
 
 Clock = Callable[[], float]
@@ -104,10 +105,10 @@ def _row(
 def _events_per_s(workers: int) -> float:
     world = World(load_cluster(CLUSTER), workers, seed=0, limits=Limits(), faults=[])
 
-    def body(transport: SimulatedTransport) -> None:
-        comm, x = Comm(transport), torch.zeros(16)
+    def body(ports: SimulatedPorts) -> None:
+        comm, x = Comm(ports), torch.zeros(16)
         for _ in range(EVENTS_A_RANK // 2):
-            comm.compute(0.001 * (1 + comm.rank % 3))
+            comm.clock.charge(0.001 * (1 + comm.rank % 3))
             comm.post(x, (comm.rank + 1) % comm.size)
             comm.poll(x)
 

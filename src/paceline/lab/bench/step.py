@@ -25,8 +25,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from paceline.comm.base import Comm, Transport
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.comm import Comm
+from paceline.comm.metered import MeteredPorts
+from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
@@ -78,11 +79,11 @@ def _interval_of_median(ordered: list[float]) -> Interval:
     return ordered[max(0, low)], ordered[min(count - 1, high)]
 
 
-def time_steps(transport: Transport, channel: Channel, argument: dict[str, Any]) -> Any:
+def time_steps(ports: Ports, channel: Channel, argument: dict[str, Any]) -> Any:
     """Time the ways of training on one rank: the seconds of a step in each repeat, by way."""
-    comm = Comm(transport)
+    comm = Comm(ports)
     join_gloo(comm, argument["port"])
-    ways = _ways(transport)
+    ways = _ways(ports)
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways if way != PLAIN}
     order = random.Random(0)
     for repeat in range(argument["repeats"] + 1):
@@ -112,12 +113,12 @@ def make_net() -> nn.Module:
     )
 
 
-def _ways(transport: Transport) -> dict[str, Step]:
+def _ways(ports: Ports) -> dict[str, Step]:
     return {
         PLAIN: _plain(),
-        "allreduce": _paced(transport, "allreduce"),
+        "allreduce": _paced(ports, "allreduce"),
         "torch DDP": _ddp(),
-        "sasgd(interval=16)": _paced(transport, f"sasgd(interval={INTERVAL})"),
+        "sasgd(interval=16)": _paced(ports, f"sasgd(interval={INTERVAL})"),
         "torch PostLocalSGD, every 16": _post_local(),
         "torch PeriodicModelAverager, every 16": _periodic(),
     }
@@ -147,10 +148,8 @@ def _plain() -> Step:
     return _stepper(net, _optimizer(net))
 
 
-def _paced(transport: Transport, strategy: str) -> Step:
-    session = Session(
-        MeteredTransport(transport), make_strategy(strategy), workers=transport.size, seed=0
-    )
+def _paced(ports: Ports, strategy: str) -> Step:
+    session = Session(MeteredPorts(ports), make_strategy(strategy), workers=ports.size, seed=0)
     net = make_net()
     return _stepper(*Worker(session).setup(net, _optimizer(net)))
 

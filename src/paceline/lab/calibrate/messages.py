@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.base import Comm, Transport
+from paceline.comm.comm import Comm
 from paceline.comm.packet import Packet
+from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.lab.calibrate.clock import queued_s
 from paceline.lab.calibrate.steps import NUMBERS
@@ -74,10 +75,10 @@ def _waited(operation: str, calls: tuple[Repeat, ...]) -> float:
     return max(0.0, max(call.wall_s for call in calls) - busy_s)
 
 
-def time_messages(transport: Transport, channel: Channel, argument: Message) -> Message:
+def time_messages(ports: Ports, channel: Channel, argument: Message) -> Message:
     """Time the repeats of each operation on one rank."""
-    comm, nbytes = Comm(transport), argument["nbytes"]
-    operations = _operations(comm, transport, nbytes // 4)
+    comm, nbytes = Comm(ports), argument["nbytes"]
+    operations = _operations(comm, ports, nbytes // 4)
     calls = max(2, min(8, BYTES_A_REPEAT // nbytes))
     timed: dict[str, list[Repeat]] = {operation: [] for operation in operations}
     for repeat in range(argument["repeats"] + 1):
@@ -97,8 +98,8 @@ def _clocks() -> Repeat:
     return Repeat(time.perf_counter(), time.process_time(), queued_s())
 
 
-def _operations(comm: Comm, transport: Transport, numel: int) -> dict[str, Operation]:
-    x = transport.allocate(numel, torch.empty(0))
+def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
+    x = ports.collectives.allocate(numel, torch.empty(0))
     numbers, peer = [1.0] * NUMBERS, 1 - comm.rank
 
     def post() -> None:

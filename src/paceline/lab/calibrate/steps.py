@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from paceline.comm.base import Transport
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import MeteredPorts
 from paceline.comm.packet import Packet
+from paceline.comm.ports import Ports
 from paceline.common.reference import Reference, find, refer_to
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import PeerLost, ServingDone, UsageError
@@ -217,18 +217,18 @@ class ProbeServer(DownpourServer):
         self._served_s = now_s
 
 
-def time_steps(transport: Transport, channel: Channel, argument: Message) -> Message:
+def time_steps(ports: Ports, channel: Channel, argument: Message) -> Message:
     """Run the script for a while on one rank, or serve the workers; return the times."""
     clock = StepClock()
     probe = Probe(clock, argument["steps"], argument["limit_s"])
-    seed_user_generators(argument["seed"], transport.rank)
-    metered, workers = MeteredTransport(transport, clock), transport.size - 1
+    seed_user_generators(argument["seed"], ports.rank)
+    metered, workers = MeteredPorts(ports, clock), ports.size - 1
     session = Session(metered, probe, workers=workers, seed=argument["seed"])
     # A worker that runs out of data ends first: the others take it for lost.
     with suppress(StepsDone, ServingDone, PeerLost):
         find(argument["train"])(Worker(session), **argument["arguments"])
     times = {"work": {kind: times[1:] or times for kind, times in clock.work.items()}}
-    if transport.rank == workers:
+    if ports.rank == workers:
         return times
     if session.stepper is None or len(clock.counted) < LEAST_STEPS:
         raise UsageError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.common.faults import Fault, rank_of
 from paceline.errors import PacelineError, WorkerFailed
 from paceline.lab.drill.checkpoints import (

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.base import MAILBOX_CAPACITY
+from paceline.comm.ports import MAILBOX_CAPACITY, Published
 from paceline.lab.faulttest.training import EPOCHS
 from paceline.lab.faulttest.watched import Observer, WatchedInbox, around
-from paceline.sim.world import Collective
+from paceline.sim.collectives import Collective
 from paceline.strategies.served import ServerStrategy
 from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
@@ -25,10 +25,10 @@ class Members(Observer):
 
     def attach(self, session: Session) -> None:
         around(session.world, "alive", lambda inner: self._asked(session, inner()))
-        around(session.transport, "arrived", lambda inner: self._arrived(session, inner))
+        around(session.ports.members, "announce_ready", lambda inner: self._arrived(session, inner))
         around(session.strategy, "join", lambda inner, x: self._joined(session, inner, x))
         around(session.strategy, "succeed", lambda inner, x: self._joined(session, inner, x))
-        if not session.transport.late:
+        if not session.late:
             self.scene.begun.add((session.rank, 1))
 
     def after_operation(self) -> None:
@@ -84,8 +84,8 @@ class Messages(Observer):
 
     def ended(self) -> None:
         boxes: list[Any] = self.world.inboxes
-        sent = sum(transport.by_message for transport in self.scene.transports)
-        unaddressed = sum(transport.to_nobody for transport in self.scene.transports)
+        sent = sum(ports.mail.by_message for ports in self.scene.ports)
+        unaddressed = sum(ports.mail.to_nobody for ports in self.scene.ports)
         added = sum(box.sent for box in boxes)
         self.scene.check(
             sent == added + unaddressed,
@@ -108,18 +108,20 @@ class Windows(Observer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._versions: dict[int, int] = {}
-        self._written: dict[tuple[int, int], Tensor] = {}
+        self._written: dict[tuple[int, int], Published] = {}
         self._read: dict[tuple[int, int], int] = {}
 
-    def published(self, rank: int, version: int, x: Tensor) -> None:
+    def published(self, rank: int, published: Published) -> None:
+        version = published.version
         before = self._versions.get(rank, 0)
         self.scene.check(
             version == before + 1, "versions", f"rank {rank} published {version} after {before}"
         )
         self._versions[rank] = version
-        self._written[rank, version] = x.clone()
+        self._written[rank, version] = published._replace(x=published.x.clone())
 
-    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+    def peeked(self, rank: int, src: int, seen: Published) -> None:
+        version = seen.version
         before = self._read.get((rank, src), 0)
         self.scene.check(
             version >= before,
@@ -128,7 +130,8 @@ class Windows(Observer):
         )
         self._read[rank, src] = version
         self.scene.check(
-            torch.equal(x, self._written[src, version]),
+            torch.equal(seen.x, self._written[src, version].x)
+            and seen.header == self._written[src, version].header,
             "windows",
             f"rank {rank} read something else than version {version} of rank {src}",
         )
@@ -189,7 +192,7 @@ class Sums(Observer):
     def reduced(self, collective: Collective) -> None:
         parts = [collective.inputs[m] for m in collective.members if collective.inputs[m][1]]
         self.scene.check(
-            collective.total == sum(weight for _, weight in parts),
+            collective.total.weight == sum(weight for _, weight in parts),
             "sums",
             "the weights do not add up",
         )
@@ -204,7 +207,8 @@ class Sums(Observer):
 class FiniteValues(Observer):
     """Vectors that are not finite, or that exploded, are never shared; the guard counts them."""
 
-    def published(self, rank: int, version: int, x: Tensor) -> None:
+    def published(self, rank: int, published: Published) -> None:
+        x = published.x
         strategy: Any = self.scene.workers[rank].strategy
         is_server = rank >= self.schedule.workers and isinstance(strategy, ServerStrategy)
         self._check_finite(strategy.server.shard if is_server else x, f"rank {rank} publishes")
@@ -291,6 +295,6 @@ class Traffic(Observer):
         session = self.scene.workers[0]
         nbytes = self.scene.finished[0].nbytes
         payload = session.strategy.payload(self.schedule.steps, nbytes, self.schedule.workers)
-        sent = sum(transport.meter.bytes_sent for transport in self.scene.transports)
+        sent = sum(ports.recorder.meter.bytes_sent for ports in self.scene.ports)
         if payload is not None:
             self.scene.check(sent == payload, "bytes", f"{sent} sent, by the formula {payload}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.packet import Packet
+from paceline.comm.ports import Published
 from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.model.gradient import Gradient
 from paceline.strategies.adpsgd import ADPSGD, MOVE
@@ -41,8 +42,8 @@ class Averages(Observer):
         if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
             self._received[rank].append(_vector_of(x))
 
-    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
-        self._received[rank].append(_vector_of(x))
+    def peeked(self, rank: int, src: int, seen: Published) -> None:
+        self._received[rank].append(_vector_of(seen.x))
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:

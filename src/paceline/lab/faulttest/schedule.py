@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from paceline.comm.base import Limits
+from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import Fault, parse_fault
 from paceline.common.options import above, at_least, build, one_of

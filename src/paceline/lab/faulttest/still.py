@@ -47,7 +47,7 @@ class AtRest(Observer):
     def _step(self, session: Session, inner: Any, x: Tensor, g: Gradient) -> None:
         if session.rank not in self._starts:
             self._starts[session.rank] = x.clone()
-            if self.scene.incarnation(session.rank) == 1 and not session.transport.late:
+            if self.scene.incarnation(session.rank) == 1 and not session.late:
                 self._common = x - self.schedule.data_index(session.rank)
         inner(x, g)
 

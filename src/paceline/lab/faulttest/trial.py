@@ -36,13 +36,13 @@ from paceline.lab.faulttest.watched import (
     Scene,
     Violation,
     WatchedInbox,
-    WatchedTransport,
+    WatchedPorts,
     around,
 )
 from paceline.launcher.rank import run_rank
 from paceline.record.result import Metric
 from paceline.record.trace import Trace
-from paceline.sim.world import SimulatedTransport, World
+from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy
 from paceline.training.listener import Listener
 from paceline.training.session import Session
@@ -147,7 +147,7 @@ def _run(
         seconds=world.calendar.now_s,
         ends=scene.finished,
         sites=scene.sites,
-        bytes_sent=sum(transport.meter.bytes_sent for transport in scene.transports),
+        bytes_sent=sum(ports.recorder.meter.bytes_sent for ports in scene.ports),
     )
 
 
@@ -166,19 +166,19 @@ def _train(
 ) -> Violation | None:
     world, elastic = scene.world, schedule.losses.goes_on
 
-    def body(transport: SimulatedTransport) -> None:
-        metered = WatchedTransport(transport, trace, scene)
+    def body(ports: SimulatedPorts) -> None:
+        metered = WatchedPorts(ports, trace, scene)
         session = Session(
             metered,
             make_strategy(schedule.method),
             workers=schedule.workers,
             seed=schedule.seed,
-            costs=world.costs[transport.rank],
+            costs=world.costs[ports.rank],
             listener=_CountEvents(scene),
             elastic=elastic,
             checkpointing=None if folder is None else folder.checkpointing(),
         )
-        scene.transports.append(metered)
+        scene.ports.append(metered)
         scene.workers[session.rank] = session
         for observer in scene.observers:
             observer.attach(session)

@@ -9,12 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from paceline.comm.base import Factor, Work
-from paceline.comm.metered import MeteredTransport
+from paceline.comm.metered import (
+    MeteredCollectives,
+    MeteredMail,
+    MeteredPorts,
+    Recorder,
+    TracedQueue,
+)
+from paceline.comm.ports import (
+    PUBLISHED,
+    Factor,
+    Lost,
+    Message,
+    Published,
+    Sending,
+    Total,
+)
 from paceline.errors import PacelineError
 from paceline.record.trace import Trace
-from paceline.sim.inbox import Inbox, Message
-from paceline.sim.world import Collective, SimulatedTransport, World
+from paceline.sim.collectives import Collective
+from paceline.sim.inbox import Inbox, Letter
+from paceline.sim.world import SimulatedPorts, World
 
 if TYPE_CHECKING:
     from paceline.lab.faulttest.schedule import Schedule
@@ -41,7 +56,7 @@ class Scene:
         sites: how often each event happened that a good campaign must have covered.
         begun: (rank, incarnation) of every rank that has its initial state.
         workers: the session of each rank's current incarnation.
-        transports: one for each incarnation of each rank.
+        ports: one for each incarnation of each rank.
         finished: the final model of each worker that finished.
         too_late: the workers that joined, or rejoined, after the training had ended.
     """
@@ -51,7 +66,7 @@ class Scene:
         self.sites: Counter[str] = Counter()
         self.begun: set[tuple[int, int]] = set()
         self.workers: dict[int, Session] = {}
-        self.transports: list[WatchedTransport] = []
+        self.ports: list[WatchedPorts] = []
         self.finished: dict[int, Tensor] = {}
         self.too_late: set[int] = set()
         self.observers: list[Observer] = []
@@ -114,10 +129,10 @@ class Observer:
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
         """Called when ``rank`` has received a message of ``src``."""
 
-    def published(self, rank: int, version: int, x: Tensor) -> None:
+    def published(self, rank: int, published: Published) -> None:
         """Called when ``rank`` has written its window."""
 
-    def peeked(self, rank: int, src: int, version: int, x: Tensor) -> None:
+    def peeked(self, rank: int, src: int, seen: Published) -> None:
         """Called when ``rank`` has read the window of ``src``."""
 
     def drew(self, rank: int, queue: int, epoch: int, number: int) -> None:
@@ -161,19 +176,19 @@ class WatchedInbox(Inbox):
     def __init__(self, scene: Scene, owner: int) -> None:
         super().__init__()
         self._scene, self._owner = scene, owner
-        self._known: dict[Message, int] = {}
+        self._known: dict[Letter, int] = {}
         self.sent = self.delivered = self.dropped = 0
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Letter) -> None:
         if message not in self._known:
             self._known[message] = self._scene.incarnation(message.src)
-            self.sent += message.x.nbytes
+            self.sent += message.nbytes
         super().add(message)
 
-    def remove(self, message: Message) -> None:
+    def remove(self, message: Letter) -> None:
         super().remove(message)
         sent_by, src = self._known.pop(message), message.src
-        self.delivered += message.x.nbytes
+        self.delivered += message.nbytes
         self._scene.check(
             sent_by == self._scene.incarnation(src),
             "fence",
@@ -188,94 +203,132 @@ class WatchedInbox(Inbox):
         super().withdraw(src, posted)  # it clears the inbox and adds the other messages again
         withdrawn = known.keys() - self._known.keys()
         self._known = {message: known[message] for message in self._known}
-        self.sent, self.dropped = sent, dropped + sum(message.x.nbytes for message in withdrawn)
+        self.sent, self.dropped = sent, dropped + sum(message.nbytes for message in withdrawn)
 
     def clear(self) -> None:
         super().clear()
-        self.dropped += sum(message.x.nbytes for message in self._known)
+        self.dropped += sum(message.nbytes for message in self._known)
         self._known.clear()
 
     @property
     def in_flight(self) -> int:
         """The bytes of all messages that were not received yet."""
         queues = (queue for senders in self._queues.values() for queue in senders.values())
-        return sum(message.x.nbytes for queue in queues for message in queue)
+        return sum(message.nbytes for queue in queues for message in queue)
 
 
-class WatchedTransport(MeteredTransport):
-    """A metered transport that tells the observers about each call."""
+class WatchedMail(MeteredMail):
+    """Metered mail that tells the observers about each call."""
 
-    def __init__(self, inner: SimulatedTransport, trace: Trace, scene: Scene) -> None:
-        super().__init__(inner, trace)
-        self._scene, self._world = scene, inner.world
+    def __init__(self, inner: SimulatedPorts, recorder: Recorder, scene: Scene) -> None:
+        super().__init__(inner.mail, recorder)
+        self._rank, self._scene = inner.rank, scene
         self.to_nobody = self.by_message = 0
 
-    def start_send(self, x: Tensor, dst: int, tag: int) -> Work:
-        work = super().start_send(x, dst, tag)
-        self.by_message += x.nbytes
-        self.to_nobody += x.nbytes if dst in self._world.departed else 0
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Sending:
+        sending, nbytes = super().start_send(x, dst, tag, header), x.nbytes + len(header)
+        self.by_message += nbytes
+        self.to_nobody += nbytes if dst in self._scene.world.departed else 0
         self._scene.acted()
-        return work
+        return sending
 
-    def post(self, x: Tensor, dst: int, tag: int) -> bool:
-        accepted = super().post(x, dst, tag)
+    def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
+        accepted = super().post(x, dst, tag, header)
         if accepted:
-            self.by_message += x.nbytes
+            self.by_message += x.nbytes + len(header)
             for observer in self._scene.observers:
-                observer.posted(self.rank, dst, tag, x)
+                observer.posted(self._rank, dst, tag, x)
         else:
             self._scene.sites["post refused"] += 1
         self._scene.acted()
         return accepted
 
-    def take(
-        self, like: Tensor, sources: Sequence[int], tag: int, op: str, watch: bool = False
-    ) -> tuple[int, Tensor]:
-        src, x = super().take(like, sources, tag, op, watch)
-        self._took(src, tag, x)
-        return src, x
+    def receive(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
+    ) -> Message | Lost:
+        got = super().receive(like, sources, tag, op, any_loss)
+        if not isinstance(got, Lost):
+            self._took(got, tag)
+        return got
 
-    def take_now(self, like: Tensor, sources: Sequence[int], tag: int) -> tuple[int, Tensor] | None:
-        message = super().take_now(like, sources, tag)
+    def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
+        message = super().try_receive(like, sources, tag)
         if message is not None:
-            self._took(message[0], tag, message[1])
+            self._took(message, tag)
         return message
 
-    def _took(self, src: int, tag: int, x: Tensor) -> None:
+    def _took(self, message: Message, tag: int) -> None:
         for observer in self._scene.observers:
-            observer.took(self.rank, src, tag, x)
+            observer.took(self._rank, message.src, tag, message.x)
         self._scene.acted()
 
-    def publish(self, x: Tensor) -> int:
-        version = super().publish(x)
-        for observer in self._scene.observers:
-            observer.published(self.rank, version, x)
-        self._scene.acted()
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        version = super().publish(x, header, window)
+        if window == PUBLISHED:
+            for observer in self._scene.observers:
+                observer.published(self._rank, Published(version, x, header))
+            self._scene.acted()
         return version
 
-    def peek(self, src: int, like: Tensor | None) -> tuple[int, Tensor] | None:
-        read = super().peek(src, like)
-        if read is not None:
-            for observer in self._scene.observers:
-                observer.peeked(self.rank, src, *read)
-        self._scene.acted()
+    def peek(
+        self, src: int, like: Tensor | None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        read = super().peek(src, like, window, gone)
+        if window == PUBLISHED and not gone:
+            if read is not None:
+                for observer in self._scene.observers:
+                    observer.peeked(self._rank, src, read)
+            self._scene.acted()
         return read
 
-    def all_reduce(
-        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None = None
-    ) -> int:
-        self._scene.acted()
-        return super().all_reduce(x, weight, members, factor)
 
-    def ticket(self, queue: int, epoch: int) -> int | None:
-        number = super().ticket(queue, epoch)
+class WatchedCollectives(MeteredCollectives):
+    """Metered collectives that tell the observers about each call."""
+
+    def __init__(self, inner: SimulatedPorts, recorder: Recorder, scene: Scene) -> None:
+        super().__init__(inner.collectives, recorder)
+        self._scene = scene
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        weight: int,
+        members: tuple[int, ...],
+        factor: Factor | None = None,
+        flags: int = 0,
+    ) -> Total:
+        self._scene.acted()
+        return super().all_reduce(x, weight, members, factor, flags)
+
+
+class WatchedQueue(TracedQueue):
+    """A data queue that tells the observers about each call."""
+
+    def __init__(self, inner: SimulatedPorts, recorder: Recorder, scene: Scene) -> None:
+        super().__init__(inner.queue, recorder)
+        self._rank, self._scene = inner.rank, scene
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        number = super().draw(queue, epoch)
         if number is not None:
             for observer in self._scene.observers:
-                observer.drew(self.rank, queue, epoch, number)
+                observer.drew(self._rank, queue, epoch, number)
         self._scene.acted()
         return number
 
-    def done_with(self, queue: int, epoch: int, number: int) -> None:
-        super().done_with(queue, epoch, number)
+    def mark_used(self, queue: int, epoch: int, number: int) -> None:
+        super().mark_used(queue, epoch, number)
         for observer in self._scene.observers:
-            observer.used(self.rank, queue, epoch, number)
+            observer.used(self._rank, queue, epoch, number)
+
+
+class WatchedPorts(MeteredPorts):
+    """Metered ports that tell the observers about each call."""
+
+    mail: WatchedMail
+
+    def __init__(self, inner: SimulatedPorts, trace: Trace, scene: Scene) -> None:
+        super().__init__(inner, trace)
+        self.mail = WatchedMail(inner, self.recorder, scene)
+        self.collectives = WatchedCollectives(inner, self.recorder, scene)
+        self.queue = WatchedQueue(inner, self.recorder, scene)

@@ -1,0 +1,152 @@
+"""The batches of a run on one host: each is given out once, and again when its rank is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.comm.ports import DataQueue
+from paceline.comm.shared.layout import MAX_IN_HAND, MAX_QUEUES, MAX_RETURNED
+from paceline.comm.shared.members import Entry, SharedMembers
+from paceline.comm.shared.rank import SharedRank
+from paceline.errors import UsageError
+
+_NUMBERS = 1 << 31
+
+
+class BatchTable:
+    """The words that say which batch a queue gives out next, and which ranks have one in hand."""
+
+    def __init__(self, shared: SharedRank) -> None:
+        self._shared = shared
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        """Draw a batch: one that was taken back, or the next one."""
+        words, layout = self._shared.words, self._shared.layout
+        index, first = layout.queues + queue, _batch(queue, epoch, 0)
+        with self._shared.locked(layout.queues):
+            fresh = max(words[index], first)
+            if fresh - first >= _NUMBERS:
+                return None
+            back = words.read(layout.returned, MAX_RETURNED)
+            again = [b for b in back if 0 <= b - first < _NUMBERS] if any(back) else []
+            batch = again[0] if again else fresh
+            # In hand first: a rank that is killed between these stores has the batch.
+            self._replace(layout.in_hand(self._shared.rank), MAX_IN_HAND, 0, batch)
+            if again:
+                self._replace(layout.returned, MAX_RETURNED, batch, 0)
+            else:
+                words[index] = fresh + 1
+        return batch - first
+
+    def mark_used(self, queue: int, epoch: int, number: int) -> None:
+        """Take a batch out of this rank's hand."""
+        start = self._shared.layout.in_hand(self._shared.rank)
+        self._replace(start, MAX_IN_HAND, _batch(queue, epoch, number), 0)
+
+    def in_hand(self, rank: int) -> list[int]:
+        """The batches that a rank has drawn and not used yet, a word each."""
+        words = self._shared.words.read(self._shared.layout.in_hand(rank), MAX_IN_HAND)
+        return [batch for batch in words if batch]
+
+    def put_in_hand(self, batches: Sequence[int]) -> None:
+        """Give these batches to this rank."""
+        self._shared.words.write(self._shared.layout.in_hand(self._shared.rank), tuple(batches))
+
+    def returned(self) -> list[int]:
+        """The batches that were taken back, and not drawn again."""
+        words = self._shared.words.read(self._shared.layout.returned, MAX_RETURNED)
+        return [batch for batch in words if batch]
+
+    def take_back(self, rank: int, entry: Entry) -> None:
+        """Give the batches of a lost rank out again, unless it has a new incarnation.
+
+        A kill in the middle of drawing, or of this, leaves a batch in two places: then it is not
+        put into a third one.
+        """
+        words, layout = self._shared.words, self._shared.layout
+        with self._shared.locked(layout.queues):
+            if self._shared.table.word(rank) != entry.word:
+                return
+            others = [self.in_hand(other) for other in range(self._shared.size) if other != rank]
+            for index in range(layout.in_hand(rank), layout.in_hand(rank) + MAX_IN_HAND):
+                batch = words[index]
+                if batch and batch < words[layout.queues + _queue_of(batch)]:
+                    elsewhere = words.read(layout.returned, MAX_RETURNED)
+                    if batch not in elsewhere and not any(batch in held for held in others):
+                        self._replace(layout.returned, MAX_RETURNED, 0, batch)
+                words[index] = 0
+
+    def state(self, without: Sequence[int]) -> list[int]:
+        """How far the queues are, and which batches are taken back, or will be of these ranks."""
+        queues = self._shared.words.read(self._shared.layout.queues, MAX_QUEUES)
+        returned = [*self.returned(), *(batch for rank in without for batch in self.in_hand(rank))]
+        return [*queues, *(returned + [0] * MAX_RETURNED)[:MAX_RETURNED]]
+
+    def load_state(self, state: Sequence[int]) -> None:
+        """Have the queues go on from there."""
+        self._shared.words.write(self._shared.layout.queues, tuple(state))
+
+    def _replace(self, start: int, count: int, old: int, new: int) -> None:
+        """Put ``new`` where ``old`` is among some words; where there is none, leave it."""
+        words = self._shared.words.read(start, count)
+        if old in words:
+            self._shared.words[start + words.index(old)] = new
+
+
+class SharedQueue(DataQueue):
+    """The data queue of one rank.
+
+    Args:
+        shared: the memory.
+        batches: the words of the batches.
+        members: whoever looks at them takes back the batches of those that are lost.
+    """
+
+    def __init__(self, shared: SharedRank, batches: BatchTable, members: SharedMembers) -> None:
+        self._shared, self._batches, self._members = shared, batches, members
+        self._finished = shared.layout.rendezvous + 3
+
+    def draw(self, queue: int, epoch: int) -> int | None:
+        if queue >= MAX_QUEUES:
+            raise UsageError(f"a run must not use more than {MAX_QUEUES} data loaders")
+        self._members.alive()
+        return self._batches.draw(queue, epoch)
+
+    def mark_used(self, queue: int, epoch: int, number: int) -> None:
+        self._batches.mark_used(queue, epoch, number)
+
+    def lost_batches(self) -> int:
+        self._members.view()
+        return len(self._batches.returned())
+
+    def close(self) -> None:
+        self._shared.words[self._shared.layout.closed] = 1
+
+    def closed(self) -> bool:
+        return bool(self._shared.words[self._shared.layout.closed])
+
+    def mark_finished(self) -> None:
+        words, rank = self._shared.words, self._shared.rank
+        words[self._incarnations + rank] = self._shared.table.incarnation(rank)
+        words.announce(self._finished, 1)
+
+    def finished(self) -> frozenset[int]:
+        words, table = self._shared.words, self._shared.table
+        if not words[self._finished]:
+            return frozenset()
+        at_end = words.read(self._incarnations, self._shared.size)
+        return frozenset(r for r, number in enumerate(at_end) if number == table.incarnation(r) > 0)
+
+    @property
+    def _incarnations(self) -> int:
+        """The words of the incarnation in which each rank came to the end of its data."""
+        return self._finished + 2 + 2 * self._shared.size
+
+
+def _batch(queue: int, epoch: int, number: int) -> int:
+    """A batch of a queue as one word, which is not 0."""
+    return ((queue + 1) << 56) + (epoch << 31) + number
+
+
+def _queue_of(batch: int) -> int:
+    return (batch >> 56) - 1

@@ -1,0 +1,93 @@
+"""The world of torch.distributed: its ports, and how a rank leaves it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from paceline.comm.clock import RealClock
+from paceline.comm.fixed import FixedMembers
+from paceline.comm.limits import Limits
+from paceline.comm.liveness import Peers
+from paceline.comm.ports import Ports
+from paceline.comm.torch_distributed.collectives import DistributedCollectives
+from paceline.comm.torch_distributed.mail import DistributedMail
+from paceline.comm.torch_distributed.queue import DistributedQueue
+from paceline.errors import PeerLost
+
+PREFIX = "paceline"
+_POLL_S = 0.005
+
+
+class DistributedPorts(Ports):
+    """The ports of one rank of a process group.
+
+    Args:
+        store: where ranks find each other, and count.
+        rank: this rank.
+        size: how many there are.
+        limits: how long to wait.
+        peers: looks after the others; has met them, unless torch.distributed was there before.
+        started_s: the monotonic time that the run's clock begins at.
+        rank_order: sum in rank order, bit for bit as the other worlds do; slower.
+        owns_groups: whether torch.distributed was initialised for this run alone.
+    """
+
+    mail: DistributedMail
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        limits: Limits,
+        peers: Peers,
+        started_s: float = 0.0,
+        rank_order: bool = False,
+        owns_groups: bool = True,
+    ) -> None:
+        self._store = dist.PrefixStore(PREFIX, store)
+        self._peers, self._owns_groups = peers, owns_groups
+        if not owns_groups:
+            peers.meet(self._store)
+        mail = DistributedMail(rank, size, limits, peers)
+        super().__init__(
+            rank,
+            size,
+            mail,
+            DistributedCollectives(rank, size, limits, peers, mail, rank_order),
+            FixedMembers(size, mail.gone),
+            DistributedQueue(self._store, peers, mail),
+            RealClock(started_s),
+        )
+
+    def first_loss(self, error: PeerLost) -> PeerLost:
+        return self._peers.first_loss(error)
+
+    def give_up(self) -> None:
+        self._peers.close()
+
+    def close(self) -> None:
+        self.mail.close()
+        self._meet_to_part()
+        self._peers.close()
+        if self._owns_groups and self.mail.closed and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet_to_part(self) -> None:
+        """Wait until all know that all leave: a connection closed before then loses messages."""
+        with suppress(RuntimeError):  # the store went with rank 0, which had seen everyone part
+            count = self._count_parting(1)
+            while count < self.size and len(self._ended()) < self.size - count:
+                time.sleep(_POLL_S)
+                count = self._count_parting(0)
+
+    def _count_parting(self, more: int) -> int:
+        with self._peers.asking():
+            return int(self._store.add("heard", more))
+
+    def _ended(self) -> list[int]:
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return [rank for rank in others if self._peers.has_ended(rank)]

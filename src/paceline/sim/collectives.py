@@ -1,0 +1,227 @@
+"""Collectives in the simulated world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, dtype
+
+from paceline.comm.ports import Collectives, Factor, Total
+from paceline.errors import LeftBehind, MessageMismatch, PeerLost
+from paceline.sim.rank import SimulatedRank
+
+if TYPE_CHECKING:
+    from paceline.sim.world import World
+
+Shape = tuple[str, int, dtype]
+
+
+class Group:
+    """Members that call collectives together, and those that they have not ended yet."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
+        self.open: dict[int, Collective] = {}
+
+
+class Collective:
+    """One operation among the members of a group; ``inputs`` are their vectors and weights."""
+
+    def __init__(
+        self,
+        world: World,
+        op: str,
+        members: tuple[int, ...],
+        x: Tensor,
+        factor: Factor | None,
+        charged: bool,
+        first: int,
+    ) -> None:
+        self._first = first
+        self.op, self.members, self._factor, self._charged = op, members, factor, charged
+        self._shape = (op, x.numel(), x.dtype)
+        self.total = Total(0)
+        self.result: Tensor | None = None
+        self.done = self._combined = False
+        self._world = world
+        self.inputs: dict[int, tuple[Tensor, int]] = {}
+        self._flags = 0
+        self._waiting: set[int] = set()
+        self._cut_off: list[int] = []
+        self._left = len(members)
+
+    def __iter__(self) -> Iterator[int]:
+        """Those who are waited for: who is missing, else who is behind bad links, else all."""
+        missing = [m for m in self.members if m not in self.inputs]
+        return iter(missing or self._cut_off or self.members)
+
+    def check(self, rank: int, op: str, x: Tensor) -> None:
+        """Refuse a rank that calls something else."""
+        shape = (op, x.numel(), x.dtype)
+        if shape != self._shape:
+            raise MessageMismatch(
+                f"rank {rank} calls {_describe(shape)} where rank {self._first} calls"
+                f" {_describe(self._shape)}"
+            )
+
+    def arrive(self, rank: int, x: Tensor, weight: int, flags: int) -> None:
+        """Commit this rank's part; the last one to come sets the end."""
+        self.inputs[rank] = (x, weight)
+        self._flags |= flags
+        if len(self.inputs) == len(self.members) and not self._gone():
+            self._combined = True
+            self._combine()
+
+    def lost(self, rank: int) -> PeerLost | None:
+        """The error of ``rank``, which has arrived, when a member has gone before all had."""
+        if rank not in self.inputs or self._combined:
+            return None
+        gone = self._gone()
+        if not gone:
+            return None
+        for member in gone:
+            self._world.end(member)
+        return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
+
+    def _gone(self) -> list[int]:
+        """The members that were lost, or departed before they arrived."""
+        lost, departed = self._world.lost, self._world.departed
+        return [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
+
+    def wait(self, own: SimulatedRank, after_s: float) -> None:
+        """Wait for the end, and forget the operation when the last member has seen it."""
+        if not self.done:
+            self._waiting.add(own.rank)
+            own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
+        self._left -= 1
+
+    @property
+    def over(self) -> bool:
+        """Whether every member has seen the end."""
+        return self._left == 0
+
+    def _combine(self) -> None:
+        world, (x, _) = self._world, self.inputs[self.members[0]]
+        contributions = [self.inputs[m] for m in self.members if self.inputs[m][1]]
+        weight = sum(weight for _, weight in contributions)
+        self.total = Total(weight, self._flags)
+        nbytes = x.nbytes if contributions else 0
+        if contributions and x.numel():
+            self.result = contributions[0][0].clone()
+            for theirs, _ in contributions[1:]:
+                self.result += theirs
+            if self._factor is not None:
+                self.result *= self._factor(weight)
+        if world.on_reduced is not None:
+            world.on_reduced(self)
+        price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
+        if not self._charged:
+            self._complete()
+            return
+        now_s, seconds = world.calendar.now_s, price(self.members, nbytes).seconds
+        end_s = world.network.end_s(now_s, seconds, self.members)
+        if end_s > now_s:
+            self._cut_off = world.network.affected(now_s, self.members)
+            world.later(end_s, self._complete)
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        self.done = True
+        self.inputs.clear()
+        for rank in sorted(self._waiting):
+            self._world.end_wait(rank)
+
+
+def _describe(shape: Shape) -> str:
+    return f"{shape[0]} of {shape[1]} x {shape[2]}"
+
+
+class Part:
+    """One member's part in a collective."""
+
+    def __init__(
+        self, own: SimulatedRank, group: Group, number: int, collective: Collective, x: Tensor
+    ) -> None:
+        self._own, self._collective, self._x = own, collective, x
+        self._group, self._number = group, number
+
+    def arrive(self, weight: int, flags: int = 0) -> None:
+        """Commit this rank's part."""
+        self._collective.arrive(self._own.rank, self._x, weight, flags)
+
+    def arrive_late(self, weight: int, flags: int) -> None:
+        """Commit the part of a rank that waits already; end its wait, if a member has gone."""
+        self.arrive(weight, flags)
+        rank, collective = self._own.rank, self._collective
+        if not collective.done and (error := collective.lost(rank)) is not None:
+            self._own.baton.interrupt(rank, error)
+
+    def wait(self, after_s: float = 0.0) -> Total:
+        """Wait for the end, and take the result."""
+        collective = self._collective
+        collective.wait(self._own, after_s)
+        if collective.result is not None:
+            self._x.copy_(collective.result)
+        if collective.over:
+            del self._group.open[self._number]
+        return collective.total
+
+
+class SimulatedCollectives(Collectives):
+    """The collectives of one rank."""
+
+    def __init__(self, own: SimulatedRank) -> None:
+        self._own, self._world = own, own.world
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        weight: int,
+        members: tuple[int, ...],
+        factor: Factor | None = None,
+        flags: int = 0,
+    ) -> Total:
+        """In one wait: the time owed passes, then this rank arrives."""
+        own = self._own
+        own.charge(self._world.handling.reduce, x.nbytes)
+        own.baton.check(own.rank)
+        owed_s = own.take_debt()
+        part = self._join("all_reduce", x, members, factor)
+        if owed_s == 0:
+            part.arrive(weight, flags)
+        else:
+            own.baton.compute_then(own.rank, owed_s, lambda: part.arrive_late(weight, flags))
+        return part.wait(owed_s)
+
+    def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
+        own = self._own
+        own.charge(self._world.handling.reduce, x.nbytes)
+        own.pass_time()
+        part = self._join("broadcast", x, members, None)
+        part.arrive(int(src == own.rank))
+        part.wait()
+
+    def allocate(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_zeros(numel)
+
+    def _join(self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None) -> Part:
+        """This rank's part in the group's next collective, in which it has not arrived yet."""
+        world, rank = self._world, self._own.rank
+        if rank in world.behind:
+            raise LeftBehind
+        reborn = tuple(item for item in world.reborn.items() if item[0] in members)
+        group = world.groups.get((members, reborn))
+        if group is None:
+            group = world.groups[members, reborn] = Group()
+        number = group.calls[rank]
+        group.calls[rank] += 1
+        collective = group.open.get(number)
+        if collective is None:
+            charged = self._own.charged
+            collective = Collective(world, op, members, x, factor, charged, rank)
+            group.open[number] = collective
+        collective.check(rank, op, x)
+        return Part(self._own, group, number, collective, x)

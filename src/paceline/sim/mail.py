@@ -1,0 +1,238 @@
+"""Messages and windows in the simulated world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from paceline.comm.ports import (
+    MAILBOX_CAPACITY,
+    PUBLISHED,
+    Lost,
+    Mail,
+    Message,
+    Published,
+    Sending,
+    check_fit,
+)
+from paceline.errors import PeerLost
+from paceline.sim.inbox import Letter
+from paceline.sim.rank import SimulatedRank, as_value
+
+
+class Offer(Sending):
+    """A message that its sender holds until it is taken."""
+
+    def __init__(self, own: SimulatedRank, letter: Letter, dst: int) -> None:
+        self._own, self._letter, self._dst = own, letter, dst
+
+    def wait(self) -> Lost | None:
+        if not self._letter.taken:
+            op = f"send to rank {self._dst}"
+            self._letter.awaited = True
+            try:
+                self._own.wait(op, (self._dst,), lambda: self._own.loss([self._dst], op))
+            except PeerLost as lost:
+                return as_value(lost)
+        return None
+
+
+class SimulatedMail(Mail):
+    """The mail of one rank."""
+
+    def __init__(self, own: SimulatedRank) -> None:
+        self._own, self._world, self._rank = own, own.world, own.rank
+        self._calendar, self._inbox = own.calendar, own.world.inboxes[own.rank]
+
+    # Messages ------------------------------------------------------------------------------------
+
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
+        self._hand_over(x, header)
+        letter = Letter(self._rank, tag, x, header, False, self._calendar.now_s)
+        if dst not in self._world.departed:
+            self._world.offered_to[self._rank].add(dst)
+            self._world.inboxes[dst].add(letter)
+            self.ring(letter, dst)
+        return Offer(self._own, letter, dst)
+
+    def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
+        self._own.check()
+        held = self._world.inboxes[dst].posted_by(self._rank)
+        if held >= MAILBOX_CAPACITY or dst in self._world.departed:
+            return False
+        self.deliver(x, dst, tag, header)
+        return True
+
+    def deliver(self, x: Tensor, dst: int, tag: int, header: bytes) -> None:
+        """Post a message, whether the mailbox of ``dst`` has room or not."""
+        self._hand_over(x, header)
+        if dst not in self._world.departed:
+            letter = Letter(self._rank, tag, x.clone(), header, True, math.inf)
+            self._world.inboxes[dst].add(letter)
+            self._set_out(letter, dst)
+
+    def _hand_over(self, x: Tensor, header: bytes) -> None:
+        self._own.charge(self._world.handling.post, x.nbytes + len(header))
+        self._own.pass_time()
+
+    def _set_out(self, letter: Letter, dst: int) -> None:
+        """Put a posted message on its way, once the link is up."""
+        network, now_s = self._world.network, self._calendar.now_s
+        whole_s = network.whole_s(now_s, (self._rank, dst))
+        if whole_s > now_s:
+            self._world.later(whole_s, lambda: self._set_out(letter, dst))
+            return
+        there_s = network.transfer(now_s, self._rank, dst, letter.nbytes)
+        letter.arrived_s = there_s
+        self._world.inboxes[dst].arrives(letter)
+        if there_s > now_s:
+            self._world.later(there_s, lambda: self.ring(letter, dst))
+        else:
+            self.ring(letter, dst)
+
+    def ring(self, letter: Letter, dst: int) -> None:
+        """Wake ``dst``, if it waits for this message."""
+        sources, tag = self._world.receivers.get(dst, ((), 0))
+        if letter.tag == tag and letter.src in sources:
+            self._world.end_wait(dst)
+
+    def receive(
+        self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
+    ) -> Message | Lost:
+        self._own.check()
+        vigil = partial(self._any_loss if any_loss else self._no_more, sources, tag, op)
+        try:
+            while (letter := self._inbox.find(sources, tag, self._calendar.now_s)) is None:
+                self._world.receivers[self._rank] = (sources, tag)
+                try:
+                    self._own.wait(op, sources, vigil, patient=any_loss)
+                finally:
+                    del self._world.receivers[self._rank]
+            return self._take(letter, like, op)
+        except PeerLost as lost:
+            return as_value(lost)
+
+    def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
+        self._own.check()
+        letter = self._inbox.find(sources, tag, self._calendar.now_s)
+        return None if letter is None else self._take(letter, like, "poll")
+
+    def _take(self, letter: Letter, like: Tensor, op: str) -> Message:
+        self._inbox.remove(letter)
+        x, src = letter.x, letter.src
+        try:
+            check_fit(like, x.numel(), x.dtype, src, letter.tag)
+            if not letter.posted:
+                x = x.clone()
+                self._own.carry(src, letter.nbytes, op)
+        finally:
+            letter.taken = True
+            if letter.awaited:
+                self._world.end_wait(src)
+        self._own.charge(self._world.handling.take, letter.nbytes)
+        return Message(src, x.view_as(like), letter.header)
+
+    def _no_more(self, sources: Sequence[int], tag: int, op: str) -> PeerLost | None:
+        """Why to give up on a message: all who could send it are gone, and none is on its way."""
+        if any(src in sources for src in self._inbox.senders(tag)):
+            return None
+        return self._own.loss(sources, op)
+
+    def _any_loss(self, sources: Sequence[int], tag: int, op: str) -> PeerLost | None:
+        """The first of ``sources`` that is gone and has left no message."""
+        departed, left = self._world.departed, self._inbox.senders(tag)
+        gone = [rank for rank in departed if rank in sources and rank not in left]
+        return PeerLost([min(gone)], op, departed[min(gone)], 0.0) if gone else None
+
+    # Windows -------------------------------------------------------------------------------------
+
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        if window == PUBLISHED:
+            self._own.charge(self._world.handling.publish, x.nbytes + len(header))
+        self._own.check()
+        windows, key = self._world.windows, (self._rank, window)
+        version = windows[key].version + 1 if key in windows else 1
+        windows[key] = Published(version, x.clone(), header)
+        return version
+
+    def peek(
+        self, src: int, like: Tensor | None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        if gone:
+            return _copy(self._world.windows.get((src, window)))
+        self._own.check()
+        if not self._own.charged:
+            return _copy(self._window(src))
+        latency_s = self._world.network.link(self._rank, src).latency_s
+        if latency_s == 0 or self._world.network.has_outages:
+            return self.read(src, like, lambda: self._window(src))
+        seen = self._fetch(src, latency_s)
+        return None if seen is None else self._copy_here(src, seen, like)
+
+    def _window(self, src: int) -> Published | None:
+        here = src not in self._world.departed and src not in self._world.joining
+        return self._world.windows.get((src, PUBLISHED)) if here else None
+
+    def _fetch(self, src: int, latency_s: float) -> Published | None:
+        """In one wait: the time owed passes, the request goes there, the window comes back."""
+        own, baton, calendar = self._own, self._own.baton, self._calendar
+        network, seen = self._world.network, list[Published | None]()
+
+        def ask() -> None:
+            turn = baton.ranks[own.rank].turn
+            there_s = network.request(calendar.now_s, own.rank, src)
+            calendar.call(there_s, partial(look, turn))
+
+        def look(turn: int) -> None:
+            if baton.ranks[own.rank].turn != turn:
+                return  # the rank that asked was lost meanwhile
+            now_s, window = calendar.now_s, self._window(src)
+            seen.append(window)
+            there_s = now_s + latency_s
+            if window is not None:
+                there_s = network.transfer(now_s, src, own.rank, _nbytes(window))
+            calendar.wake(there_s, own.rank, turn)
+
+        baton.check(own.rank)
+        owed_s = own.take_debt()
+        if owed_s > 0:
+            baton.compute_then(own.rank, owed_s, ask)
+        else:
+            ask()
+        own.wait(f"peek at rank {src}", (src,), lambda: None, after_s=owed_s)
+        return seen[0]
+
+    def read(
+        self, src: int, like: Tensor | None, look: Callable[[], Published | None]
+    ) -> Published | None:
+        """Fetch what ``look`` finds at ``src``, in the time that the request and it take."""
+        own, network, op = self._own, self._world.network, f"peek at rank {src}"
+        own.pass_time()
+        latency_s = network.link(own.rank, src).latency_s
+        own.wait_until(network.whole_s(self._calendar.now_s, (src, own.rank)), op, src)
+        own.wait_until(network.request(self._calendar.now_s, own.rank, src), op, src)
+        seen = look()
+        if seen is None:
+            own.wait_until(self._calendar.now_s + latency_s, op, src)
+            return None
+        if like is not None:
+            check_fit(like, seen.x.numel(), seen.x.dtype, src, 0)
+        own.carry(src, _nbytes(seen), op)
+        return self._copy_here(src, seen, like)
+
+    def _copy_here(self, src: int, seen: Published, like: Tensor | None) -> Published | None:
+        if like is not None:
+            check_fit(like, seen.x.numel(), seen.x.dtype, src, 0)
+        self._own.charge(self._world.handling.peek, _nbytes(seen))
+        return _copy(seen)
+
+
+def _nbytes(seen: Published) -> int:
+    return seen.x.nbytes + len(seen.header)
+
+
+def _copy(seen: Published | None) -> Published | None:
+    return None if seen is None else seen._replace(x=seen.x.clone())
