@@ -118,7 +118,7 @@ def show_finding(screen: Screen, finding: ClaimResult) -> None:
     """Show a claim, its source, the figures with their intervals, and the verdict."""
     _show_words(screen, finding.claim)
     for figure in finding.figures:
-        screen.show(f"    {_line_of(figure)}")
+        _show_text(screen, "    ", _line_of(figure))
     screen.show(f"  {finding.verdict}")
     if finding.decides != "yes":
         _show_text(screen, "    ", f"Can this setup decide it? {finding.decides}.")
@@ -135,7 +135,8 @@ def _show_words(screen: Screen, claim: Claim) -> None:
 
 
 def _show_text(screen: Screen, head: str, text: str) -> None:
-    screen.show(textwrap.fill(text, 100, initial_indent=head, subsequent_indent=" " * len(head)))
+    width, indent = min(screen.console.width, 100), " " * len(head)
+    screen.show(textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent))
 
 
 def _line_of(figure: Figure) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,8 +115,12 @@ class Screen:
 
 
 def _compact(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table with headings of several lines and little space between its columns."""
-    headings = [name.replace(" ", "\n") for name in columns]
+    """A table with little space between its columns, and headings no wider than their cells."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)] or [1] * len(columns)
+    headings = [
+        "\n".join(textwrap.wrap(name, max(width, 1), break_long_words=False))
+        for name, width in zip(columns, widths, strict=True)
+    ]
     return _table(headings, rows, compact=True)
 
 
