@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """The pages whose blocks are tried."""
+    """The pages whose blocks are run."""
     named = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     return [page for page in named if page.exists()] + sorted((ROOT / "docs").glob("*.md"))
 
@@ -96,9 +96,9 @@ def run(command: list[str], folder: Path) -> None:
     """Run a program that must succeed, with this interpreter's folder first in the path."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     roots = os.environ[outside.ROOTS]
-    if "paceline doctor" in " ".join(command):  # it says whether there is data
+    if "paceline doctor" in " ".join(command):  # it looks for data
         roots = os.pathsep.join([roots, FOLDERS[0]])
-    told = subprocess.run(
+    ended = subprocess.run(
         command,
         cwd=folder,
         env={**os.environ, "PATH": path, outside.ROOTS: roots},
@@ -109,7 +109,7 @@ def run(command: list[str], folder: Path) -> None:
         timeout=RUN_LIMIT_S,
         check=False,
     )
-    assert told.returncode == 0, f"exit code {told.returncode}\n{told.stdout}"
+    assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}"
 
 
 def test_there_are_pages_and_they_hold_programs():
@@ -123,7 +123,7 @@ def test_there_are_pages_and_they_hold_programs():
     ids=lambda page: page.name,
 )
 def test_the_programs_of_a_page_run(page, tmp_path):
-    """All of its blocks are one script, in which lines keep the numbers that they have here."""
+    """All blocks of a page are one script, whose lines have the same numbers as on the page."""
     lines: list[str] = []
     for block in blocks("python"):
         if block.page == page:
@@ -147,7 +147,7 @@ def test_the_toml_of_a_page_loads(block, tmp_path):
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder that looks like the repository's, but keeps what commands write."""
+    """A folder with links to the repository's files, where commands may write."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
@@ -189,7 +189,7 @@ def prose_of(page: Path) -> str:
 
 
 def links_of(page: Path) -> Iterator[str]:
-    """Where a page links to within the repository; code is left out."""
+    """The targets of a page's links within the repository; code is ignored."""
     text = re.sub(r"`[^`\n]*`", "", prose_of(page))
     targets = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
     targets += re.findall(r"^\[[^\]]+\]:\s*<?([^\s>]+)", text, flags=re.MULTILINE)
@@ -200,7 +200,7 @@ def links_of(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_are_not_broken(page):
     for target in links_of(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -240,14 +240,14 @@ def test_the_simulators_page_names_every_key_preset_and_fault():
     assert wanted | set(PRESETS) | set(KINDS) | set(MODELS) <= words_of("simulator.md")
 
 
-def test_the_tutorial_names_every_verb_and_class_attribute():
+def test_the_tutorial_names_every_method_and_class_attribute():
     wanted = public(pl.Strategy) - {"bind", "state_dict", "load_state_dict"}
     assert wanted <= words_of("writing-a-strategy.md")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md", "docs/loops.md"])
-def test_the_loops_that_are_shown_go_on_where_a_worker_gets_no_batch(page):
-    """One is started again, one comes late: the first epochs of theirs are over by then."""
+def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
+    """One is restarted and one joins late; by then their first epochs are over."""
     source = next(b for b in blocks_of(ROOT / page) if "def train(worker" in "\n".join(b.lines))
     shown: dict[str, object] = {"__name__": page}
     exec("\n".join(source.lines), shown)

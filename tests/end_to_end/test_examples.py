@@ -1,4 +1,4 @@
-"""The examples: each runs as a reader would run it, and does what it says."""
+"""The examples: each runs as readers run it, and does what it says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "PYTHONUNBUFFERED"}
 
 
 def run(folder, *command):
-    """Run Python as from a terminal of its own, in a folder that must stay empty; its lines."""
+    """Run Python as from a terminal, in a folder that must stay empty; returns its lines."""
     here, temporary = folder / "here", folder / "temporary"
     here.mkdir(), temporary.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
@@ -40,7 +40,7 @@ def run(folder, *command):
 
 
 def accuracies(lines, pattern):
-    """The accuracies of the lines that are as ``pattern`` says."""
+    """The accuracies in the lines that match ``pattern``."""
     found = [re.fullmatch(rf"{pattern}: accuracy (\d\.\d+)", line) for line in lines]
     return [float(match[1]) for match in found if match]
 
@@ -81,17 +81,17 @@ def test_five_lines_make_a_loop_a_distributed_one():
 
 
 def test_the_plain_loop_learns(tmp_path):
-    told = accuracies(run(tmp_path, EXAMPLES / "before.py"), r"epoch \d")
-    assert len(told) == 3 and told[-1] > 0.75
+    found = accuracies(run(tmp_path, EXAMPLES / "before.py"), r"epoch \d")
+    assert len(found) == 3 and found[-1] > 0.75
 
 
 @pytest.mark.transport("shared_memory")
 def test_the_same_loop_learns_on_two_workers(tmp_path):
     lines = run(tmp_path, EXAMPLES / "after.py")
     for epoch in (1, 2, 3):
-        told = accuracies(lines, f"epoch {epoch}")
-        assert len(told) == 2 and told[0] == told[1], "an epoch ends with an aggregation"
-    assert told[0] > 0.75
+        found = accuracies(lines, f"epoch {epoch}")
+        assert len(found) == 2 and found[0] == found[1], "an epoch ends with an aggregation"
+    assert found[0] > 0.75
     assert len(lines) == 6
 
 
@@ -114,7 +114,7 @@ def test_the_plain_script_runs_under_torchrun(tmp_path):
 # own_strategy.py ---------------------------------------------------------------------------------
 
 
-def test_a_method_of_ones_own_takes_less_than_60_lines():
+def test_an_own_method_takes_less_than_60_lines():
     assert len((EXAMPLES / "own_strategy.py").read_text().splitlines()) < 60
 
 
@@ -123,16 +123,16 @@ def test_the_own_method_is_compared_with_others(tmp_path):
     assert header.split()[:2] == ["strategy", "accuracy"]
     table = {row.split("(")[0].split()[0]: [float(n) for n in row.split()[-4:]] for row in rows}
     assert list(table) == ["allreduce", "sasgd", "Ring"]
-    accuracy, virtual_s, mbytes, apart = zip(*table.values(), strict=True)
+    accuracy, virtual_s, mbytes, distance = zip(*table.values(), strict=True)
     assert min(accuracy) > 0.7
     assert virtual_s[2] < virtual_s[0] and mbytes[2] < mbytes[0]
-    assert apart[0] == 0 < apart[2], "neighbours agree slowly, an all-reduce at once"
+    assert distance[0] == 0 < distance[2], "neighbors agree slowly, an all-reduce at once"
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
 @pytest.mark.parametrize("interval", [1, 2, 9])
 def test_the_ring_keeps_the_mean_of_all_models(own_imports, workers, interval):
-    """Gradients that do not depend on the model: the mean moves as if nobody had exchanged."""
+    """With gradients that do not depend on the model, the mean moves as without exchanges."""
     from own_strategy import Ring
 
     ends = {}
@@ -172,11 +172,11 @@ def test_the_ring_refuses_an_interval_of_0(own_imports):
 
 
 @pytest.mark.transport("shared_memory")
-def test_a_run_stops_goes_on_and_leaves_a_model_for_everyone(tmp_path):
+def test_a_run_stops_resumes_and_leaves_a_plain_model(tmp_path):
     lines = run(tmp_path, EXAMPLES / "evaluate_and_save.py")
     epochs = [accuracies([line], rf"epoch {n + 1}") for n, line in enumerate(lines[:2])]
     epochs += [accuracies([line], rf"epoch {n + 3}") for n, line in enumerate(lines[3:5])]
-    assert "resuming" in lines[2] and all(len(told) == 1 for told in epochs)
+    assert "resuming" in lines[2] and all(len(found) == 1 for found in epochs)
     assert epochs[-1][0] > 0.75
     assert accuracies(lines[5:], "plain model") == epochs[-1]
 

@@ -1,4 +1,4 @@
-"""What others wrote is read or refused: no other error, no crash, no reading outside."""
+"""Untrusted input is read or refused, without other errors, crashes or reads out of bounds."""
 
 import shutil
 from random import Random

@@ -1,4 +1,4 @@
-"""The guard over what tests look at: nothing that not every machine has goes unseen."""
+"""The hermetic guard: a test that reads what not every machine has is detected."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_good_again():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of each test of the program above, what pytest says at its end."""
+    """The outcome of each test of the program above."""
     folder, file = tmp_path_factory.mktemp("watched"), tmp_path_factory.mktemp("data") / "file"
     file.write_text("data")
     text = PROGRAM.format(file=str(file), elsewhere=ELSEWHERE)
@@ -104,8 +104,8 @@ def test_ranks_are_watched_too(monkeypatch, tmp_path):
 def test_homes_and_caches_are_in_the_folder_of_the_session(tmp_path_factory):
     own = tmp_path_factory.getbasetemp()
     print_them = "import os, tempfile; print(os.path.expanduser('~'), tempfile.gettempdir())"
-    told = subprocess.run([sys.executable, "-c", print_them], capture_output=True, text=True)
-    places = [*told.stdout.split(), tempfile.gettempdir(), Path.home()]
-    places += [os.environ[name] for name in hermetic.CACHES]
-    assert len(places) == 4 + len(hermetic.CACHES)
-    assert all(Path(place).is_relative_to(own) for place in places), places
+    ended = subprocess.run([sys.executable, "-c", print_them], capture_output=True, text=True)
+    folders = [*ended.stdout.split(), tempfile.gettempdir(), Path.home()]
+    folders += [os.environ[name] for name in hermetic.CACHES]
+    assert len(folders) == 4 + len(hermetic.CACHES)
+    assert all(Path(folder).is_relative_to(own) for folder in folders), folders

@@ -1,4 +1,4 @@
-"""The package as a whole: its names, its layers, its docstrings, and what is not in it."""
+"""The package as a whole: its names, its layers, its docstrings, and what it must not contain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tree(name):
 
 @cache
 def imports(name):
-    """All that a module imports, anywhere in it; ``from a import b`` is both ``a`` and ``a.b``."""
+    """All imports in a module; ``from a import b`` counts as both ``a`` and ``a.b``."""
     package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(tree(name)):
@@ -59,7 +59,7 @@ def imports(name):
 
 
 def load(name):
-    """Import a module; that torch deprecates what it imports itself is not our concern."""
+    """Import a module; ignore that torch warns about its own imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module(name)
@@ -100,29 +100,29 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 )
 def test_importing_the_package_loads_nothing_heavy(then):
     program = _LOADED.format(then=then)
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    loaded = {name.partition(".")[0] for name in json.loads(told.stdout)}
+    loaded = {name.partition(".")[0] for name in json.loads(ended.stdout)}
     assert loaded <= sys.stdlib_module_names | {"paceline"}, "only the standard library"
     assert not loaded & {"asyncio", "ctypes", "multiprocessing", "socket", "sqlite3", "subprocess"}
 
 
-def test_public_names_are_sorted_and_have_a_home():
+def test_public_names_are_sorted_and_have_a_module():
     assert pl.__all__ == sorted(pl.__all__)
     assert set(pl.__all__) == {*pl._MODULES, "__version__"}
     assert dir(pl) == pl.__all__
 
 
 @pytest.mark.parametrize("name", pl.__all__)
-def test_a_public_name_is_found_and_is_what_its_home_calls_it(name):
+def test_a_public_name_is_the_object_of_its_module(name):
     thing = getattr(pl, name)
     if name != "__version__":
         assert thing is getattr(importlib.import_module(pl._MODULES[name]), name)
         assert thing.__module__ == pl._MODULES[name]
 
 
-def test_type_checkers_see_the_homes_that_are_used():
+def test_type_checkers_see_the_modules_that_are_used():
     (guarded,) = [node for node in tree("paceline").body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in guarded.body for alias in node.names}
     assert seen == pl._MODULES
@@ -139,7 +139,7 @@ def test_the_version_is_the_one_that_is_installed():
     assert pl.__version__ == version("paceline")
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (ROOT / "py.typed").exists()
 
 
@@ -174,13 +174,13 @@ A package stands behind those that it imports, so that there is no cycle.
 
 
 def packages_of(name):
-    """The packages of ours that a module imports, other than its own."""
+    """The packages of Paceline that a module imports, except its own."""
     parts = [found.split(".") for found in imports(name) if within(found, "paceline")]
     known = {part[1] for part in parts if len(part) > 1 and part[1] in ARROWS}
     return known - {name.split(".")[1]}
 
 
-def test_each_package_has_its_place():
+def test_each_package_is_in_the_table():
     entries = {path.stem for path in ROOT.iterdir() if path.suffix in (".py", "")}
     rest = {"__init__", "__main__", "_version", "__pycache__"}
     assert entries - rest == set(ARROWS)
@@ -249,7 +249,7 @@ INSIDE_A_RUN = in_packages(
 
 
 @pytest.mark.parametrize("name", INSIDE_A_RUN)
-def test_who_a_rank_is_does_not_come_from_the_environment(name):
+def test_only_launchers_read_ranks_from_the_environment(name):
     assert not imports(name) & {"os.environ", "os.getenv"}
     used = {dotted(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
     assert not {use for use in used if within(use, "os.environ", "os.getenv", "os.environb")}
@@ -270,7 +270,7 @@ def public_definitions(body, inside=""):
 
 
 def inherited_docstring(module, qualified):
-    """The docstring of what a method overrides."""
+    """The docstring of the method that a method overrides."""
     thing = load(module)
     owner, name = None, ""
     for name in qualified.split("."):
@@ -294,10 +294,10 @@ def test_every_public_name_has_a_docstring(name):
 def test_the_examples_in_docstrings_are_true(name):
     module = load(name)
     runner = doctest.DocTestRunner()
-    told = []
+    output = []
     for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
-        runner.run(example, out=told.append)
-    assert not runner.failures, "".join(told)
+        runner.run(example, out=output.append)
+    assert not runner.failures, "".join(output)
 
 
 def test_there_are_examples_to_be_true():
@@ -335,9 +335,9 @@ def test_a_strategy_shows_a_run_and_names_its_paper_and_options(name):
     examples = doctest.DocTestParser().get_examples(docstring(name))
     assert any("pl.simulate" in example.source for example in examples)
     assert any(example.want for example in examples)
-    told = describe(name)
-    assert told["paper"]
-    assert not [option["name"] for option in told["options"] if not option["help"]]
+    facts = describe(name)
+    assert facts["paper"]
+    assert not [option["name"] for option in facts["options"] if not option["help"]]
 
 
 def test_every_strategy_file_holds_one_registered_method():

@@ -111,23 +111,23 @@ def train(way: Way, transport: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare(transport: Any, channel: Any, argument: Any) -> Any:
-    """How far apart the two of each pair end, how far they went, and how far from rank 0."""
+    """For each pair: how much the two differ, how far they moved, and the distance to rank 0."""
     meets = not dist.is_initialized()
     if meets:  # at a file, and talks over the loopback alone
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(argument["file"], transport.size)
         dist.init_process_group("gloo", store=store, rank=transport.rank, world_size=transport.size)
     dtype = getattr(torch, argument["dtype"])
-    told = {}
+    results = {}
     for name in argument["names"]:
         ours, theirs = (train(way, transport, dtype) for way in PAIRS[name])
         first = theirs.clone()
         dist.broadcast(first, 0)
         ways = (ours, flat(new_net(dtype)), first)
-        told[name] = [float((theirs - other).abs().max()) for other in ways]
+        results[name] = [float((theirs - other).abs().max()) for other in ways]
     if meets:
         dist.destroy_process_group()
-    return told
+    return results
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def compare(transport: Any, channel: Any, argument: Any) -> Any:
 )
 def test_each_method_ends_where_torchs_own_does(world, workers, dtype, names, tmp_path):
     argument = {"file": str(tmp_path / "meet"), "dtype": dtype, "names": names}
-    told = run_ranks(refer_to(compare), [argument] * workers, transport=world)
-    for rank, by_name in enumerate(told):
+    results = run_ranks(refer_to(compare), [argument] * workers, transport=world)
+    for rank, by_name in enumerate(results):
         for name, (apart, moved, from_rank_0) in by_name.items():
             assert apart <= TOLERANCE, name
             assert moved > 0.01, name

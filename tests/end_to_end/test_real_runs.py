@@ -1,4 +1,4 @@
-"""Runs in real processes, from the call to what is left in the folder."""
+"""Runs in real processes, from the call to the files in the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.record.trace import is_duration
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """What rounds differently with more threads runs in one, here and in every rank."""
+    """One thread, here and in every rank, because more threads round differently."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def lines_of(path):
 
 
 def by_rank(records, ranks):
-    """The records of each rank in their order, without their times and what depends on those."""
+    """The records of each rank in order, without times and what depends on them."""
     kept = [record for record in records if record.get("event") != "alive"]
     timed = ("t", "all_samples", "all_bytes")
     timeless = [{k: v for k, v in r.items() if k not in timed and not is_duration(k)} for r in kept]
@@ -113,8 +113,8 @@ def test_a_script_under_torchrun_trains_as_a_launched_one(one_thread, tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", *torchrun, str(script), str(tmp_path / "init")],
         env=runs.environment(
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # that listens everywhere
-            TMPDIR=str(tmp_path),  # in which torchrun leaves a folder
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # it would listen on all interfaces
+            TMPDIR=str(tmp_path),  # torchrun leaves a folder there
         ),
         capture_output=True,
         text=True,
@@ -129,7 +129,7 @@ def test_a_script_under_torchrun_trains_as_a_launched_one(one_thread, tmp_path):
 @on_distributed
 @pytest.mark.parametrize("agent", [False, True])
 def test_in_rank_order_gloo_sums_as_shared_memory_does(agent, one_thread, tmp_path):
-    """Among three: a sum of two has one order only. The store is rank 0's, or an agent's."""
+    """With three ranks: a sum of two has only one order. Rank 0 or an agent has the store."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         fd = listener.detach() if agent else None
@@ -165,8 +165,8 @@ LAUNCHERS = {
 def test_processes_of_mpirun_and_srun_are_one_run(launcher, one_thread, tmp_path):
     variables, job = LAUNCHERS[launcher], os.getpid()
     argument = {"variables": variables, "job": job, "seed": 5, "out": str(tmp_path / "init")}
-    told = run_ranks(refer_to(runs.train_by_variables), [argument] * 2)
-    assert told == [[0, 2], [1, 2]]
+    results = run_ranks(refer_to(runs.train_by_variables), [argument] * 2)
+    assert results == [[0, 2], [1, 2]]
     pl.launch(runs.train, workers=2, seed=5, out=tmp_path / "launch")
     assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")
 
@@ -190,7 +190,7 @@ ONE_WORKER = (
 
 @on_distributed
 def test_one_worker_and_its_server_under_a_launcher_train_together(one_thread, tmp_path):
-    """Nothing is stale then: but for EASGD, the result is that of the plain optimizer."""
+    """Nothing is stale then: except for EASGD, the result is that of the plain optimizer."""
     argument = {
         "strategies": ONE_WORKER,
         "ports": [runs.free_port() for _ in ONE_WORKER],
@@ -237,12 +237,14 @@ def test_ranks_reduce_stop_together_and_have_the_command_line(world, strategy, m
 
 
 @on_shared_memory
-def test_long_messages_come_whole_between_signals():
+def test_long_messages_arrive_complete_between_signals():
     train, lengths = runs.log_long_texts_between_signals, [100_000, 2_000_000, 65_536, 1, 1_000_000]
     how = {"lengths": lengths, "raises": False}
     result = pl.launch(train, workers=2, arguments=how)
-    told = {rank: [len(m["text"]) for m in result.metrics if m["rank"] == rank] for rank in (0, 1)}
-    assert told == {0: lengths, 1: lengths}
+    received = {
+        rank: [len(m["text"]) for m in result.metrics if m["rank"] == rank] for rank in (0, 1)
+    }
+    assert received == {0: lengths, 1: lengths}
     with pytest.raises(pl.WorkerFailed, match=r"TimeoutError: . has logged 2!"):
         pl.launch(train, workers=1, arguments={**how, "raises": True})
 
@@ -258,8 +260,8 @@ def test_a_rank_that_raises_is_named_with_its_own_traceback(world, capfd):
     assert 'raise KeyError(f"no such thing in step {number}")' in message
     assert str(Path(pl.__file__).parent) not in message
     assert runs.ranks_left() == []
-    told = capfd.readouterr()
-    assert "Traceback" not in told.out + told.err
+    output = capfd.readouterr()
+    assert "Traceback" not in output.out + output.err
 
 
 def test_a_function_that_other_processes_cannot_find_is_refused_by_name():
@@ -307,7 +309,7 @@ def test_a_launch_in_a_thread_leaves_later_ones_alone():
 
 
 @on_shared_memory
-def test_a_script_that_launches_without_a_guard_is_told_to_have_one(tmp_path):
+def test_a_script_that_launches_without_a_guard_is_told_to_add_one(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
         "import paceline as pl\ndef train(worker):\n    pass\npl.launch(train, workers=2)\n"
@@ -319,7 +321,7 @@ def test_a_script_that_launches_without_a_guard_is_told_to_have_one(tmp_path):
     assert 'must be under if __name__ == "__main__":' in done.stderr
 
 
-def test_what_is_not_there_is_refused():
+def test_unknown_names_are_refused():
     with pytest.raises(pl.UsageError, match=r"workers \(0\) must be at least 1"):
         pl.launch(runs.train, workers=0)
     with pytest.raises(pl.UsageError, match=r"workers \(100000\) must be at most"):
@@ -331,8 +333,8 @@ def test_what_is_not_there_is_refused():
 @on_distributed
 def test_ranks_that_leave_one_after_the_other_do_not_wait_for_a_process_to_end(tmp_path):
     argument = {"folder": str(tmp_path)}
-    told = run_ranks(refer_to(runs.leave_in_turn), [argument] * 3, transport="distributed")
-    assert told == [True] * 3
+    results = run_ranks(refer_to(runs.leave_in_turn), [argument] * 3, transport="distributed")
+    assert results == [True] * 3
 
 
 # The processes -----------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ def surroundings(**how):
 
 
 @on_shared_memory
-def test_cores_are_shared_out_and_the_environment_is_that_of_the_call(monkeypatch):
+def test_cores_are_divided_and_the_environment_is_that_of_the_call(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     assert surroundings(workers=1) == [(cores, None)]
@@ -363,7 +365,7 @@ def test_ranks_that_share_memory_open_no_tcp_socket():
 
 
 @on_distributed
-def test_a_distributed_run_on_one_host_listens_on_the_loopback_alone():
+def test_a_distributed_run_on_one_host_listens_only_on_the_loopback():
     result = pl.launch(runs.log_sockets, workers=2, transport="distributed")
     for record in result.metrics:
         assert record["ranks"] == 2
@@ -375,11 +377,11 @@ def test_a_distributed_run_on_one_host_listens_on_the_loopback_alone():
 
 
 @on_shared_memory
-def test_the_folder_tells_the_whole_run(tmp_path):
-    out, heard = tmp_path / "a" / "run", []
+def test_the_folder_records_the_whole_run(tmp_path):
+    out, records = tmp_path / "a" / "run", []
     how = {"workers": 3, "strategy": "sasgd(interval=4)", "seed": 8}
     result = pl.launch(
-        runs.train, arguments={"samples": 50}, out=out, on_metric=heard.append, **how
+        runs.train, arguments={"samples": 50}, out=out, on_metric=records.append, **how
     )
     names = ["config.json", "metrics.jsonl", "model.safetensors", "result.json", "trace.jsonl"]
     assert sorted(path.name for path in out.iterdir()) == names
@@ -392,9 +394,8 @@ def test_the_folder_tells_the_whole_run(tmp_path):
     assert config["versions"]["torch"] == torch.__version__
 
     assert lines_of(out / "metrics.jsonl") == result.metrics
-    assert [{**record, **told} for record, told in zip(result.metrics, heard, strict=True)] == (
-        result.metrics
-    ), "the same, and what all ranks together had done by then"
+    pairs = zip(result.metrics, records, strict=True)
+    assert [{**record, **passed_on} for record, passed_on in pairs] == result.metrics, "plus totals"
     assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(vars(result)))
     assert result.loss == result.metrics[-1]["loss"]
 
@@ -420,7 +421,7 @@ def test_the_trace_has_every_batch_once_an_epoch_and_each_rank_in_order(tmp_path
         met = ["batch", "all_reduce", "all_reduce_end", "step"]
         alone = ["batch", "step"]
         exchange = ["all_reduce", "all_reduce_end"]
-        first = [*alone * 3, "batch", *exchange * 2, "step"]  # they agree on weights, too
+        first = [*alone * 3, "batch", *exchange * 2, "step"]  # they also agree on weights
         last = [*exchange * 2, "finish"]
         assert events == ["broadcast", *first, *alone * 3, *met, *alone * 2, *last]
         assert [r["step"] for r in mine if r["event"] == "step"] == list(range(10))

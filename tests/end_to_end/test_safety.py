@@ -1,4 +1,4 @@
-"""What a run does not do: read pickles, listen to others, believe the wall's clock."""
+"""What a run never does: read pickles, listen to other hosts, trust the wall clock."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SOURCES = sorted(Path(pl.__file__).parent.rglob("*.py"))
 @on_both
 @pytest.mark.parametrize("strategy", ["sasgd(interval=4)", "downpour", "gossip"])
 def test_a_run_works_where_nothing_can_be_pickled(world, strategy):
-    """Without loader processes: torch itself pickles on the way to those."""
+    """Without loader processes, for which torch itself uses pickle."""
     result = pl.launch(runs.train_unpickled, workers=2, strategy=strategy, transport=world)
     assert result.samples == 2 * 77
 
 
 @on_distributed
-def test_ranks_meet_and_train_under_a_launcher_where_nothing_can_be_pickled():
+def test_ranks_train_under_a_launcher_where_nothing_can_be_pickled():
     argument = {"port": runs.free_port(), "strategy": "sasgd(interval=4)"}
     run_ranks(refer_to(runs.unpickled_by_environment), [argument] * 2)
 
@@ -48,13 +48,13 @@ def test_ranks_meet_and_train_under_a_launcher_where_nothing_can_be_pickled():
 
 
 @on_distributed
-def test_a_run_of_another_launcher_listens_on_the_loopback_alone():
+def test_a_run_of_another_launcher_listens_only_on_the_loopback():
     argument = {"port": runs.free_port()}
     assert_loopback(run_ranks(refer_to(runs.sockets_by_environment), [argument] * 2))
 
 
-def assert_loopback(told: list[list[dict[str, object]]]) -> None:
-    for [record] in told:
+def assert_loopback(ranks: list[list[dict[str, object]]]) -> None:
+    for [record] in ranks:
         listening = str(record["listening"]).split()
         assert record["ranks"] == 2 and len(listening) >= 2
         assert set(listening) <= {"127.0.0.1", "::1"}
@@ -73,8 +73,8 @@ if __name__ == "__main__":
     gloo = pl.launch(runs.log_sockets, workers=2, transport="distributed")
     argument = {"port": runs.free_port()}
     launched = run_ranks(refer_to(runs.sockets_by_environment), [argument] * 2)
-    told = {"shared": shared.metrics, "gloo": gloo.metrics, "launched": launched}
-    print(json.dumps({"host": host, **told}))
+    found = {"shared": shared.metrics, "gloo": gloo.metrics, "launched": launched}
+    print(json.dumps({"host": host, **found}))
 """
 _reason = why_not()
 
@@ -82,8 +82,8 @@ _reason = why_not()
 @pytest.mark.may_skip
 @pytest.mark.skipif(_reason is not None, reason=str(_reason))
 @on_distributed
-def test_where_the_host_has_another_address_nobody_listens_there(tmp_path, monkeypatch):
-    """In a namespace with a network card, whose address is that of the host's name."""
+def test_no_rank_listens_on_another_address_of_the_host(tmp_path, monkeypatch):
+    """In a namespace with a network card, whose address belongs to the host's name."""
     for name, value in runs.environment().items():
         monkeypatch.setenv(name, value)
     script, hosts = tmp_path / "far.py", tmp_path / "hosts"
@@ -93,18 +93,18 @@ def test_where_the_host_has_another_address_nobody_listens_there(tmp_path, monke
         inside = f"hostname far && mount --bind {hosts} /etc/hosts && {sys.executable} {script}"
         wrote = network.run(0, "unshare", "--uts", "--mount", "sh", "-c", inside)
         address = network.address(0)
-    told = json.loads(wrote.splitlines()[-1])
-    assert told["host"] == address
-    assert [(r["own"], r["listening"]) for r in told["shared"]] == [("", "")] * 2
-    assert_loopback([[record] for record in told["gloo"]])
-    assert_loopback(told["launched"])
+    output = json.loads(wrote.splitlines()[-1])
+    assert output["host"] == address
+    assert [(r["own"], r["listening"]) for r in output["shared"]] == [("", "")] * 2
+    assert_loopback([[record] for record in output["gloo"]])
+    assert_loopback(output["launched"])
 
 
 # Clocks ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_no_duration_is_taken_from_the_walls_clock(path):
+def test_no_duration_uses_the_wall_clock(path):
     wall = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
 
 @on_distributed
-def test_a_run_needs_few_files_one_core_and_no_place_for_temporary_ones(tmp_path):
+def test_a_run_needs_few_files_one_core_and_no_temporary_folder(tmp_path):
     script = tmp_path / "spare.py"
     script.write_text(SPARE)
     ended = subprocess.run(
@@ -157,7 +157,7 @@ def test_a_run_needs_few_files_one_core_and_no_place_for_temporary_ones(tmp_path
 
 @pytest.fixture
 def two_ranks():
-    """Two ranks of shared memory in this process, the second of which writes what it likes."""
+    """Two ranks of shared memory in this process; the second may write anything."""
     fd = Arena.create(2)
     yield [SharedPorts(fd, rank, 2, Limits()) for rank in range(2)]
     os.close(fd)
@@ -193,7 +193,7 @@ def test_garbage_in_a_mailbox_is_refused_and_the_next_message_arrives(
 
 
 def claim_another(ports, channel, argument):
-    """Rank 1 tries to be rank 0 as well, while that lives."""
+    """Rank 1 tries to be rank 0 as well, while rank 0 is alive."""
     word = torch.zeros(1)
     if ports.rank == 0:
         ports.mail.receive(word, (1,), 0, "the end")
@@ -210,7 +210,7 @@ def claim_another(ports, channel, argument):
 
 
 @on_shared_memory
-def test_a_second_process_cannot_be_a_rank_that_lives():
+def test_a_second_process_cannot_take_a_live_rank():
     outcome = run_program("shared_memory", claim_another, 2)
     assert outcome.values[0] == "here"
     refused, alive = outcome.values[1]
@@ -222,7 +222,7 @@ def test_a_second_process_cannot_be_a_rank_that_lives():
 
 @on_both
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip"])
-def test_a_data_set_shorter_than_the_workers_are_many_is_taken_once(world, strategy):
+def test_a_data_set_smaller_than_the_number_of_workers_is_taken_once(world, strategy):
     how = {"workers": 4, "strategy": strategy, "transport": world}
     result = pl.launch(runs.train, arguments={"samples": 2, "epochs": 3}, **how)
     assert result.samples == 3 * 2

@@ -297,7 +297,7 @@ def test_a_worker_can_be_added_from_outside(tmp_path):
     assert happened(found[0], "joined") == [1]
     assert set(answers(found[0])) == {0, 1, 2, 3}
     assert not (tmp_path / SOCKET).exists()
-    with pytest.raises(pl.UsageError, match="must be the folder of a running run"):
+    with pytest.raises(pl.UsageError, match="must be the folder of a run in progress"):
         ask(tmp_path, {"ask": "join"})
 
 

@@ -70,7 +70,7 @@ def ask(folder: str | os.PathLike[str], request: Mapping[str, Any]) -> dict[str,
             reply: dict[str, Any] = json.loads(peer.recv(MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it does not reply"
-        message = f"join ({folder}) must be the folder of a running run: {reason}"
+        message = f"join ({folder}) must be the folder of a run in progress: {reason}"
         raise UsageError(message) from None
     return reply
 
