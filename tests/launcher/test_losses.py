@@ -98,7 +98,7 @@ def test_a_batch_that_nobody_can_take_again_is_counted(strategy, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour"])
 def test_the_first_worker_may_die_like_any_other(strategy, tmp_path):
-    how = {"until_lost": True, "whose": 0}
+    how = {"until_lost": True, "victim": 0}
     result = launch(strategy, pl.kill(rank=0).at(step=3), arguments=how, out=tmp_path)
     assert set(answers(result)) == {1, 2, 3}
     assert (tmp_path / "model.safetensors").is_file()
@@ -108,7 +108,7 @@ def test_the_first_worker_may_die_like_any_other(strategy, tmp_path):
     "strategy", ["downpour(shards=2)", "easgd(interval=2)", "cyclic", "ssp", "layered"]
 )
 def test_a_server_or_communicator_that_dies_has_a_successor(strategy, tmp_path):
-    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    how = {"victim": WORKERS, "until_incarnation": 2, "pids": str(tmp_path)}
     result = launch(strategy, arguments=how, on_loss="continue")
     assert happened(result, "succeeded") == [4] and result.lost_workers == 0
     assert set(answers(result)) == {0, 1, 2, 3}
@@ -117,7 +117,7 @@ def test_a_server_or_communicator_that_dies_has_a_successor(strategy, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
 def test_a_worker_that_was_left_behind_rejoins(strategy, tmp_path):
-    how = {"until_life": 2, "pids": str(tmp_path), "thaws": True}
+    how = {"until_incarnation": 2, "pids": str(tmp_path), "thaws": True}
     fault = pl.freeze(rank=1).at(step=3)
     result = launch(strategy, fault, limits=pl.Limits(dead_s=0.3), arguments=how)
     assert happened(result, "rejoined") == [1]
@@ -132,25 +132,25 @@ def test_a_lost_worker_is_restarted_if_that_is_allowed(strategy):
         strategy,
         pl.kill(rank=2).at(step=3),
         max_restarts=1,
-        arguments={"whose": 2, "until_life": 2},
+        arguments={"victim": 2, "until_incarnation": 2},
     )
     assert happened(result, "lost") == happened(result, "restarted") == [2]
     assert happened(result, "joined") == [2]
     assert set(answers(result)) == {0, 1, 2, 3}
 
 
-def die_first(worker, folder, whose):
+def die_first(worker, folder, victim):
     """A rank is killed before its setup, and is restarted."""
     died = Path(folder, "died")
-    if worker.rank == whose and not died.exists():
+    if worker.rank == victim and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    runs.train_through_losses(worker, until_life=2, whose=whose)
+    runs.train_through_losses(worker, until_incarnation=2, victim=victim)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "easgd(interval=2)"])
 def test_a_worker_that_dies_during_the_start_is_restarted(strategy, tmp_path):
-    how = {"arguments": {"folder": str(tmp_path), "whose": 1}, "max_restarts": 1}
+    how = {"arguments": {"folder": str(tmp_path), "victim": 1}, "max_restarts": 1}
     result = pl.launch(die_first, workers=WORKERS, strategy=strategy, **how)
     assert happened(result, "lost") == happened(result, "restarted") == [1]
     assert happened(result, "joined") == [1]
@@ -267,7 +267,12 @@ def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_p
 
 
 def test_a_server_that_was_stopped_for_too_long_has_a_successor(tmp_path):
-    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path), "stop_until_lost": True}
+    how = {
+        "victim": WORKERS,
+        "until_incarnation": 2,
+        "pids": str(tmp_path),
+        "stop_until_lost": True,
+    }
     result = launch("downpour", limits=pl.Limits(dead_s=0.3), arguments=how)
     assert happened(result, "succeeded") == [4] and result.lost_workers == 0
     assert set(answers(result)) == {0, 1, 2, 3}
@@ -275,14 +280,14 @@ def test_a_server_that_was_stopped_for_too_long_has_a_successor(tmp_path):
 
 def test_a_server_that_is_lost_too_often_ends_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr("paceline.comm.membership.MOST_SUCCESSORS", 0)
-    how = {"whose": WORKERS, "until_life": 2, "pids": str(tmp_path)}
+    how = {"victim": WORKERS, "until_incarnation": 2, "pids": str(tmp_path)}
     with pytest.raises(pl.PeerLost, match="rank 4"):
         launch("downpour", arguments=how)
 
 
 def test_a_worker_can_be_added_from_outside(tmp_path):
     found = []
-    how = {"arguments": {"until_life": 2}, "out": tmp_path}
+    how = {"arguments": {"until_incarnation": 2}, "out": tmp_path}
     fault = pl.kill(rank=1).at(step=3)
     run = threading.Thread(target=lambda: found.append(launch("gossip", fault, **how)))
     run.start()

@@ -77,19 +77,19 @@ def train_through_losses(
     worker: pl.Worker,
     samples: int = 240,
     epochs: int = 2,
-    until_life: int = 0,
-    whose: int = 1,
+    until_incarnation: int = 0,
+    victim: int = 1,
     until_lost: bool = False,
     pids: str | None = None,
     stop_until_lost: bool = False,
     thaws: bool = False,
 ) -> None:
-    """Log which samples each worker took, while the rank ``whose`` is lost.
+    """Log which samples each worker took, while the rank ``victim`` is lost.
 
-    With ``until_lost``, every worker waits at its fourth step until that rank is lost; with
-    ``until_life``, training goes on until the rank is a member in that incarnation. With a folder
-    for ``pids``, rank 0 kills the rank at its own fourth step, or stops it until the others have
-    left it behind; with ``thaws``, rank 0 only continues the rank once it is lost.
+    With ``until_lost``, every worker waits at its fourth step until the victim is lost; with
+    ``until_incarnation``, training goes on until the victim is a member in that incarnation. With a
+    folder for ``pids``, rank 0 kills the victim at its own fourth step, or stops it until the
+    others have left it behind; with ``thaws``, rank 0 only continues the victim once it is lost.
     """
     if pids is not None:
         Path(pids, str(worker.rank)).write_text(str(os.getpid()))
@@ -100,22 +100,24 @@ def train_through_losses(
     loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
     batches = worker.setup_dataloaders(loader)
     epoch = steps = 0
-    while epoch < epochs or (until_life and not has_come(worker._session.world, whose, until_life)):
+    while epoch < epochs or (
+        until_incarnation and not has_joined(worker._session.world, victim, until_incarnation)
+    ):
         for numbers, inputs in batches:
             sgd.zero_grad()
             net(inputs).square().mean().backward()
             sgd.step()
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
-            while until_lost and steps == 4 and whose not in worker._session.world.lost():
+            while until_lost and steps == 4 and victim not in worker._session.world.lost():
                 time.sleep(0.001)  # the epoch must last until then
             if pids is not None and worker.rank == 0:
-                pid = int(Path(pids, str(whose)).read_text())
+                pid = int(Path(pids, str(victim)).read_text())
                 if steps == 4 and not thaws:
                     os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
-                    while stop_until_lost and whose not in worker._session.world.lost():
+                    while stop_until_lost and victim not in worker._session.world.lost():
                         time.sleep(0.001)
-                if (thaws or stop_until_lost) and whose in worker._session.world.lost():
+                if (thaws or stop_until_lost) and victim in worker._session.world.lost():
                     with suppress(ProcessLookupError):  # the launcher may have ended it
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
@@ -143,9 +145,11 @@ def train_with_looks(worker: pl.Worker) -> None:
             worker.log(epoch=epoch, taken=" ".join(map(str, numbers.tolist())))
 
 
-def has_come(comm: pl.Comm, rank: int, life: int) -> bool:
+def has_joined(comm: pl.Comm, rank: int, incarnation: int) -> bool:
     """Whether ``rank`` is, or was, a member in this incarnation; not while it is joining."""
-    return comm.incarnation(rank) >= life and (rank in comm.alive() or rank in comm.departed())
+    return comm.incarnation(rank) >= incarnation and (
+        rank in comm.alive() or rank in comm.departed()
+    )
 
 
 def train_by_environment(transport: Any, channel: Any, argument: dict[str, Any]) -> None:
