@@ -50,7 +50,7 @@ def show_calibration(chosen: Calibrating) -> None:
     found = _calibrate(screen, subject, chosen)
     _write(found, chosen.out)
     _show(screen, found)
-    screen.say(f"Written to {chosen.out}: paceline sim --cluster {chosen.out}")
+    screen.say(f"Written to {chosen.out}. Use it with paceline sim --cluster {chosen.out}")
     screen.emit({"cluster": str(chosen.out), **_facts(found), "fits": found.fits()})
 
 
@@ -203,15 +203,16 @@ def _show(screen: Screen, found: Calibration) -> None:
         [f"{found.subject.name}, {size(found.nbytes)}", "ms", "error of the fit"],
         [(what, ms, f"{line.error:.1%}") for what, ms, line in rows],
     )
-    screen.say(
+    text = (
         f"{found.cores} cores, one thread per rank. With 4 ranks the own time of a step is"
         f" {found.crowding:.2f} times as long."
     )
     if found.queued > BUSY:
-        screen.say(
-            f"Other programs used the cores for {found.queued:.0%} of the time. The figures exclude"
-            " that, so real runs will be slower than predicted."
+        text += (
+            f" Other programs used the cores for {found.queued:.0%} of the time. The figures"
+            " exclude that, so real runs will be slower than predicted."
         )
+    screen.say(screen.wrap(text))
 
 
 def _show_rows(screen: Screen, rows: Sequence[Row]) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -246,9 +245,8 @@ class Comparison:
             screen.show(f"Note: {stands_for_note(self.clusters[0].stands_for.model)}.")
         if len(self.seeds) > 1:
             screen.say(f"Means over {len(self.seeds)} seeds (and their ranges, if they fit).\n")
-        width = min(screen.console.width, 100)
         for sentence in self._sentences():
-            screen.say(textwrap.fill(sentence, width) + "\n")
+            screen.say(screen.wrap(sentence) + "\n")
         screen.say(f"Report: {self.report}")
 
     def _groups(self) -> list[list[Row]]:

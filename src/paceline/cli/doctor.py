@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,12 @@ def examine(screen: Screen) -> bool:
         except Exception as error:
             ok, detail = False, str(error).partition("\n")[0] or type(error).__name__
         mark = {True: "ok", None: "--", False: "NO"}[ok]
-        screen.say(_wrap(f"{mark}  {name:<14} {detail}", screen))
+        screen.say(screen.wrap(detail, f"{mark}  {name:<14} "))
         checks.append({"name": name, "ok": ok, "detail": detail})
     healthy = all(check["ok"] is not False for check in checks)
     screen.say("" if healthy else "\nFix what is marked NO first.")
     screen.emit({"checks": checks, "ok": healthy})
     return healthy
-
-
-def _wrap(line: str, screen: Screen) -> str:
-    """A check as lines that fit a terminal; elsewhere as one line."""
-    if not screen.console.is_terminal:
-        return line
-    return textwrap.fill(line, screen.console.width, subsequent_indent=19 * " ")
 
 
 class OptionalMissing(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,12 +117,12 @@ def show_finding(screen: Screen, finding: ClaimResult) -> None:
     """Show a claim, its source, the figures with their intervals, and the verdict."""
     _show_words(screen, finding.claim)
     for figure in finding.figures:
-        _show_text(screen, "    ", _line_of(figure))
+        screen.show(screen.wrap(_line_of(figure), "    "))
     screen.show(f"  {finding.verdict}")
     if finding.decides != "yes":
-        _show_text(screen, "    ", f"Can this setup decide it? {finding.decides}.")
+        screen.show(screen.wrap(f"Can this setup decide it? {finding.decides}.", "    "))
     for reason in finding.reasons:
-        screen.show(f"    {reason}")
+        screen.show(screen.wrap(reason, "    "))
 
 
 def _show_words(screen: Screen, claim: Claim) -> None:
@@ -131,12 +130,7 @@ def _show_words(screen: Screen, claim: Claim) -> None:
     texts = claim.description()
     for name in ("claim", "paper", "source", "setup", "rule", "needs"):
         if texts[name]:
-            _show_text(screen, f"  {name:<6}  ", texts[name])
-
-
-def _show_text(screen: Screen, head: str, text: str) -> None:
-    width, indent = min(screen.console.width, 100), " " * len(head)
-    screen.show(textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent))
+            screen.show(screen.wrap(texts[name], f"  {name:<6}  "))
 
 
 def _line_of(figure: Figure) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from paceline.record.result import Result
 
 
+_MAX_WIDTH = 100
+
+
 class Screen:
     """Writes for people to standard output, or with ``--json`` to standard error."""
 
@@ -48,6 +51,11 @@ class Screen:
         """Show a part of the outcome to people."""
         if not self.as_json:
             print(text, flush=True)
+
+    def wrap(self, text: str, head: str = "") -> str:
+        """A text in lines that fit the screen, after ``head`` and indented by its length."""
+        width, indent = min(self.console.width, _MAX_WIDTH), " " * len(head)
+        return textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent)
 
     def emit(self, outcome: Mapping[str, Any]) -> None:
         """Print the outcome as the last line, with ``--json``."""

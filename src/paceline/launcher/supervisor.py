@@ -108,7 +108,7 @@ def run_ranks(
     stop: Stop | None = None,
     start_s: float = 0.0,
 ) -> list[Any]:
-    """Run ``program(transport, channel, argument)`` in a process for each argument.
+    """Run ``program(ports, channel, argument)`` in a process for each argument.
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
