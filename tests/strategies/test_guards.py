@@ -367,11 +367,11 @@ def test_no_broken_model_moves_the_center(value, blind_to_oneself):
 
 def test_a_dropped_push_is_no_update_and_its_worker_hears_so(monkeypatch, blind_to_oneself):
     heard = []
-    take_in = ServerStrategy._take_in
+    take = ServerStrategy._take
     monkeypatch.setattr(
         ServerStrategy,
-        "_take_in",
-        lambda self, *args: heard.append((self.comm.rank, r := take_in(self, *args))) or r,
+        "_take",
+        lambda self, *args: heard.append((self.comm.rank, r := take(self, *args))) or r,
     )
     result, _ = run("downpour", scale_gradients(math.nan, 11))
     dropped = [rank for rank, reply in heard if reply.accepted == DROPPED]

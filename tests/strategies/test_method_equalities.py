@@ -435,7 +435,7 @@ def test_what_has_a_gradient_decays_once_for_each_that_a_push_counts_for(method,
 
     def step(server, request, *rest):
         if request.batches:
-            pushes.append((request.batches, server.version - round(request.version)))
+            pushes.append((request.batches, server.version - request.version))
         inner(server, request, *rest)
 
     monkeypatch.setattr(GradientServer, "step", step)
@@ -468,7 +468,7 @@ class WatchedServer:
         if request.last:
             LEFT[worker] = len(PUSHES) - (not request.batches)
         if request.batches:
-            PUSHES.append((worker, self.version - round(request.version), request.batches))
+            PUSHES.append((worker, self.version - request.version, request.batches))
         super().on_request(worker, request, vector)
 
 

@@ -26,7 +26,7 @@ class SumServer(ShardServer):
     """Adds up what workers send, and notes the requests that it applies, and repeats."""
 
     def on_request(self, worker, request, vector):
-        self.method.applied.append((self.comm.rank, worker, round(request.number)))
+        self.method.applied.append((self.comm.rank, worker, request.number))
         if request.batches:
             self.shard.add_(vector)
             self.updated(request)

@@ -145,7 +145,7 @@ class Downpour(PushStrategy):
             return
         for shard, version in enumerate(self.versions):
             request = Request(reply=0, version=version, batches=self.pending)
-            if not self.ask(shard, self.accrued, request, must=shard > 0):
+            if not self.send_request(shard, self.accrued, request, must=shard > 0):
                 return
         self.pushed()  # a_i <- 0
         self.unheard = True

@@ -84,8 +84,8 @@ class EASGD(Elastic, ServerStrategy):
     state = (*Elastic.state, "versions")
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        each = 2 * nbytes + self.request_overhead + self.reply_overhead
-        return workers * self.exchanges(steps) * each + nbytes * (workers + self.shards)
+        exchanges = self.exchanges(steps) * self.exchange_bytes(nbytes)
+        return workers * exchanges + nbytes * (workers + self.shards)
 
     def make_server(self) -> CenterServer:
         return CenterServer(self)

@@ -26,7 +26,6 @@ class Elastic(Strategy):
         velocity: v of EAMSGD.
     """
 
-    uses_gradient = False
     state: ClassVar[tuple[str, ...]] = ("steps", "pending", "velocity", "plain", "ahead")
 
     interval: int = 4
@@ -56,6 +55,10 @@ class Elastic(Strategy):
     @property
     def defers(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         return self.momentum > 0
+
+    @property
+    def uses_gradient(self) -> bool:
+        return False
 
     @property
     def moving_rate(self) -> float:

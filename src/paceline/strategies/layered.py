@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
 from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters, write_hyperparameters
 from paceline.strategies.base import COMMUNICATOR, WORKER
-from paceline.strategies.lockstep import BEHIND, ODD, take_latest
-from paceline.strategies.rounds import Outcome, RoundServer
+from paceline.strategies.lockstep import take_latest
+from paceline.strategies.rounds import Combined, RoundServer
 from paceline.strategies.served import RoleStrategy
-from paceline.strategies.service import Message, Service
+from paceline.strategies.service import Numbered, Service, pack, unpack
 from paceline.strategies.toolbox.guard import norm
 from paceline.strategies.toolbox.topology import groups
 
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.comm import Comm
+
+
+OVERFLOW, SPECIAL, BEHIND = 1, 2, 4
+"""Flags of a gradient, and of a sum of them.
+
+A gradient scaler found it infinite. It is not ordinary, so that communicators have to count who has
+a gradient of which parameter. Its worker made fewer steps than others.
+"""
 
 
 @dataclass(kw_only=True)
@@ -84,7 +92,6 @@ class Layered(RoleStrategy):
 
     paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
     defers: ClassVar[bool] = True
-    equal_rates: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("steps", "behind")
 
     group_size: int = 4
@@ -94,6 +101,10 @@ class Layered(RoleStrategy):
         self.steps = 0
         self.behind = False
         self._max_norm: float | None = None
+
+    @property
+    def equal_rates(self) -> bool:
+        return True
 
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
@@ -110,54 +121,55 @@ class Layered(RoleStrategy):
 
     @property
     def request_numbers(self) -> int:
-        return 3 + len(self.replica.flat.spans)  # number, weight, overflow; who has a gradient
+        return 3 + len(self.replica.flat.spans)  # number, weight, flags; which parameters have one
 
     def make_services(self) -> list[Service]:
         communicators = range(self.workers, self.comm.size)
-        own, x = self.workers + self.comm.rank // self.group_size, self.replica.flat.x
-        return [Service(self.comm, own, self.request_numbers, x, stand_ins=communicators)]
+        own = self.workers + self.comm.rank // self.group_size
+        return [Service(self.comm, own, self.replica.flat.x, stand_ins=communicators)]
 
     def make_server(self) -> Communicator:
         return Communicator(self, groups(self.workers, self.group_size))
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        self._send_up(g)
+        self._send(g)
         self._hyperparameters = read_hyperparameters(self.replica.optimizer)
         self._max_norm = g.max_norm
 
     def settle(self, x: Tensor) -> None:
         """Take the mean of the last step, and make the update that was put off."""
-        if self.services[0].unanswered:
-            total, mean = self._receive()
-            if total % ODD and not self.behind:
+        if self.services[0].awaits_reply:
+            mean, _ = self._receive()
+            if mean.samples and not self.behind:
                 self._update(mean)
 
     def finish(self, x: Tensor) -> None:
-        total = 1
-        while total % BEHIND:
-            self._send_up(Gradient.nothing(x, len(self.replica.flat.spans)))
-            total, _ = self._receive()
-            self.behind = self.behind or total % ODD > 0
-        if total >= BEHIND:
+        samples, flags = 1, 0
+        while samples or flags & SPECIAL:
+            self._send(Gradient.nothing(x, len(self.replica.flat.spans)))
+            mean, flags = self._receive()
+            samples = mean.samples
+            self.behind = self.behind or samples > 0
+        if flags & BEHIND:
             self.among_live(lambda workers: take_latest(workers, x, self.steps))
 
-    def _send_up(self, g: Gradient) -> None:
-        """Hand a gradient, and which parameters have one, to the communicator."""
+    def _send(self, g: Gradient) -> None:
+        """Send a gradient, and which parameters have one, to the communicator."""
         if g.dropped:
             g.vector.zero_()
-        weight = g.weight + ODD * (not g.ordinary) + BEHIND * self.behind
-        flags = [g.weight > 0 and flag for flag in (g.overflow, *g.present)]
-        self.services[0].ask((weight, *flags), g.vector)  # n_i, g_i(x_t)
+        overflow, *present = (g.weight > 0 and flag for flag in (g.overflow, *g.present))
+        flags = OVERFLOW * overflow | SPECIAL * (not g.ordinary) | BEHIND * self.behind
+        body = pack(g.weight, flags, *present)
+        self.services[0].send_request(body, g.vector.clone())  # n_i, g_i(x_t)
 
-    def _receive(self) -> tuple[int, Gradient]:
-        """Wait for the sum of the weights, and the mean: sum n_i g_i / sum n_i."""
-        (_, total, overflow, *counts), vector = self.services[0].hear()
-        present = tuple(count > 0 for count in counts)
-        mean = Gradient(
-            gathered=vector, present=present, overflow=overflow > 0, max_norm=self._max_norm
-        )
-        return round(total), mean
+    def _receive(self) -> tuple[Gradient, int]:
+        """Wait for the mean, sum n_i g_i / sum n_i, whose samples are 0 if nobody had any."""
+        reply = self.services[0].await_reply()
+        samples, flags, *counts = unpack(reply.body)
+        present, overflow = tuple(count > 0 for count in counts), flags & OVERFLOW > 0
+        mean = Gradient(gathered=reply.vector, present=present, samples=samples, overflow=overflow)
+        return replace(mean, max_norm=self._max_norm), flags
 
     def _update(self, mean: Gradient) -> None:
         """Step with the mean and the hyperparameters of its own step; leave the rest as it was."""
@@ -178,37 +190,32 @@ class Communicator(RoundServer):
 
     method: Layered
 
-    def judged(self, worker: int, message: Message) -> Message:
-        """Let what the guard drops count for nothing; its worker is not at its end, though.
+    def judged(self, worker: int, request: Numbered) -> Numbered:
+        """Let a gradient that the guard drops count for nothing.
 
-        What a scaler has found infinite is nothing to judge: all skip that step.
+        A gradient that a scaler found infinite is not judged: all workers skip that step.
         """
-        number, weight, overflow, *present = message.numbers
-        admits = self.method.guard.admits
-        if weight % ODD and not overflow and not admits(norm(message.vector), worker, "gradient"):
-            numbers = [number, weight - weight % ODD + ODD, 0.0, *(0.0 for _ in present)]
-            return message._replace(numbers=numbers)
-        return message
+        weight, flags, *present = unpack(request.body)
+        if not weight or flags & OVERFLOW:
+            return request
+        if self.method.guard.admits(norm(request.vector), worker, "gradient"):
+            return request
+        return request._replace(body=pack(0, flags | SPECIAL, *[0] * len(present)))
 
-    def combine(self, came: Sequence[Message], peers: Comm) -> Outcome:
-        mean, weight, flags = self._sum(came)
-        total = peers.all_reduce(mean, weight, lambda total: 1 / (total % ODD or 1)).weight
-        if total % BEHIND >= ODD:
-            peers.all_reduce(flags)
-        else:  # nobody lacks anything; of a group without workers, nobody has said so
-            flags[1:] = float(total % ODD > 0)
-        # Of each count in the weight, only whether it is 0: larger ones have no room in a float.
-        told = bool(total % ODD) + ODD * (total % BEHIND >= ODD) + BEHIND * (total >= BEHIND)
-        return Outcome((told, *flags.tolist()), mean, over=total % BEHIND == 0)
-
-    def _sum(self, came: Sequence[Message]) -> tuple[Tensor, int, Tensor]:
-        """Of this group: sum n_i g_i, sum n_i, and how many have which parameter."""
-        flat, total = self.method.replica.flat, 0
+    def combine(self, requests: Sequence[Numbered], peers: Comm) -> Combined:
+        flat, weight, flags = self.method.replica.flat, 0, 0
         mean = flat.x.new_zeros(flat.x.shape)
-        flags = flat.x.new_zeros(1 + len(flat.spans)).double()
-        for (_, weight, *theirs), g in came:
-            total += round(weight)
-            flags += flags.new_tensor(theirs)
-            if weight % ODD:
-                mean.add_(g, alpha=weight % ODD)
-        return mean, total, flags
+        counts = flat.x.new_zeros(1 + len(flat.spans)).double()
+        for request in requests:
+            n, its_flags, *present = unpack(request.body)
+            weight, flags = weight + n, flags | its_flags
+            counts += counts.new_tensor([its_flags & OVERFLOW, *present])
+            if n:
+                mean.add_(request.vector, alpha=n)  # sum n_i g_i
+        total = peers.all_reduce(mean, weight, lambda total: 1 / (total or 1), flags)
+        if total.flags & SPECIAL:
+            peers.all_reduce(counts)
+        else:  # everybody has everything; a group without workers has counted nothing
+            counts[1:] = float(total.weight > 0)
+        told = (total.weight, total.flags, *map(round, counts[1:].tolist()))
+        return Combined(told, mean, over=not total.weight and not total.flags & SPECIAL)

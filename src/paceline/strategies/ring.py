@@ -1,7 +1,7 @@
-"""What a method with a token consists of beside its mathematics: turns, seats, and a server.
+"""What methods with a token share: turns, the worker's side of the token, and the server's.
 
 A token goes round among the workers, and only its holder pushes. The first server knows where the
-token is. When its holder is lost, or who was to pass it on, the server makes a new one.
+token is. When its holder is lost, or the worker that was to pass it on, the server makes a new one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
 from paceline.strategies.served import PushStrategy
 from paceline.strategies.server import ABSENT, ShardServer
-from paceline.strategies.service import CALL, Reply, Request, Service
+from paceline.strategies.service import CALL, Reply, Request, Service, pack, unpack
 from paceline.strategies.toolbox.token import NOBODY, Token
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.comm import Comm
+    from paceline.comm.ports import Message
     from paceline.model.gradient import Gradient
     from paceline.strategies.served import ServerStrategy
 
@@ -49,7 +50,7 @@ class RingStrategy(PushStrategy):
 
     @abstractmethod
     def begin_at(self, x: Tensor) -> None:
-        """Go on from a model that was just read."""
+        """Continue from the model that was just read."""
 
     @abstractmethod
     def keep(self, a: Tensor, x: Tensor) -> None:
@@ -81,13 +82,10 @@ class RingStrategy(PushStrategy):
         """After the step with ``g``: take a turn, if the token has come."""
         self._dropped = g.dropped
         self.seat.look()
-        self._take_turns(x)
+        self.go_on(x)
 
-    def after_checkpoint(self, x: Tensor) -> None:
-        self._take_turns(x)
-
-    def _take_turns(self, x: Tensor) -> None:
-        """Take a turn, if there is a token or it must be waited for; a checkpoint comes before."""
+    def go_on(self, x: Tensor) -> None:
+        """Take a turn, if the token is here or must be waited for; a checkpoint comes first."""
         seat = self.seat
         while seat.has_token or self.is_full:
             if not seat.has_token and seat.is_called:
@@ -97,18 +95,18 @@ class RingStrategy(PushStrategy):
             elif not (self.pending or self._dropped) or self._take_turn(x, last=False):
                 return
 
-    def before_checkpoint(self, number: int) -> None:
+    def before_meeting(self, number: int) -> None:
         self.seat.call(number, self.live_workers())
 
     def flush(self, x: Tensor) -> None:
-        """Wait for the token once more: hand in the rest, and leave the ring."""
+        """Wait for the token once more: push the rest, and leave the ring."""
         self.seat.look()
         while not self.seat.has_token or not self._take_turn(x, last=True):
             self.seat.wait()
         self.seat.generation = None
 
     def _take_turn(self, x: Tensor, last: bool) -> bool:
-        """Push and fetch, then pass the token on; False when it is not valid any more."""
+        """Push and fetch, then pass the token on; False if it is not valid any more."""
         a = self.bring(x)
         (first,) = self._push(a, x, last, [0])
         if not first.accepted:
@@ -118,15 +116,15 @@ class RingStrategy(PushStrategy):
         self._push(a, x, last, range(1, self.shards))
         self.pushed()
         self.begin_at(x)
-        self.seat.pass_on(round(first.next_worker), self.versions[0], last)
+        self.seat.pass_on(first.next_worker, self.versions[0], last)
         return True
 
     def _push(self, a: Tensor, x: Tensor, last: bool, shards: Sequence[int]) -> list[Reply]:
-        """Send ``a`` to these servers, and take what they answer into ``x``."""
+        """Send ``a`` to these servers, and copy their replies into ``x``."""
         turn = Request(batches=self.pending, token=self.seat.generation or 0, last=last)
         for shard in shards:
-            self.ask(shard, a, turn._replace(version=self.versions[shard]))
-        return [self.hear(shard, x) for shard in shards]
+            self.send_request(shard, a, turn._replace(version=self.versions[shard]))
+        return [self.await_reply(shard, x) for shard in shards]
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | ({} if self.serves else {"ring": self.seat.state()})
@@ -138,20 +136,21 @@ class RingStrategy(PushStrategy):
 
 
 class Seat:
-    """A worker's place in the ring: here the token comes, and from here it is passed on.
+    """A worker's place in the ring: the worker receives the token here, and passes it on.
 
-    A worker that stands still for a checkpoint may hold the token. It calls the others, so that
-    none waits for the token meanwhile.
+    A worker that stops for a checkpoint may hold the token. It calls the others, so that none of
+    them waits for the token and misses the checkpoint. A call is a message of its own.
 
     Attributes:
         generation: of the token that is here; None: it is elsewhere.
-        met: the checkpoint that this worker has come to last; ``called``: been called to.
+        called: the last rendezvous that another worker called this one to.
+        attended: the last rendezvous that this worker went to.
     """
 
     def __init__(self, comm: Comm, services: Sequence[Service]) -> None:
         self._comm, self._services = comm, {service.server: service for service in services}
         self.generation: int | None = None
-        self.met = self.called = 0
+        self.attended = self.called = 0
 
     @property
     def has_token(self) -> bool:
@@ -160,69 +159,71 @@ class Seat:
 
     @property
     def is_called(self) -> bool:
-        """Whether others stand still for a checkpoint that this worker has not come to."""
-        return self.called > self.met
+        """Whether others stop for a checkpoint that this worker has not come to."""
+        return self.called > self.attended
 
     def look(self) -> None:
-        """Take the token, if it has come."""
-        for message in self._comm.poll(_message(), TOKEN):
-            self._take(message.x)
+        """Take the token, if it has arrived."""
+        for message in self._comm.poll(_nothing(), TOKEN):
+            self._take(message)
 
     def wait(self) -> None:
-        """Wait for the token, a call, or a new server, which makes a new token."""
-        got = self._comm.receive_any(_message(), TOKEN)
-        if not isinstance(got, Lost):
-            self._take(got.x)
-        elif got.rank in self._services:
-            self._services[got.rank].await_successor(self._comm.last_ended(got.rank))
+        """Wait for the token, for a call, or for a successor of a server."""
+        received = self._comm.receive_any(_nothing(), TOKEN)
+        if not isinstance(received, Lost):
+            self._take(received)
+        elif (server := received.rank) in self._services:
+            self._services[server].await_successor(self._comm.last_ended(server))
 
-    def _take(self, message: Tensor) -> None:
-        kind, number = map(int, message.tolist())
+    def _take(self, message: Message) -> None:
+        kind, number = unpack(message.header)
         if kind == CALL:
             self.called = max(self.called, number)
         else:
             self.generation = kind if self.generation is None else max(self.generation, kind)
 
     def pass_on(self, worker: int, version: int, last: bool) -> None:
-        """Pass the token on; while there is no room for it, keep it, unless this turn is the last.
+        """Pass the token on, unless this worker is the only one.
 
-        Nobody, or this worker itself, may be next: then the token stays.
+        If the mailbox of ``worker`` is full, this worker keeps the token for another turn. After
+        its last turn it waits until there is room.
         """
         if worker in (self._comm.rank, NOBODY) or self.generation is None:
             return
         generation, self.generation = self.generation, None
-        message = _message(generation, version)
-        if self._comm.post(message, worker, TOKEN):
+        token = pack(generation, version)
+        if self._comm.post(_nothing(), worker, TOKEN, token):
             return
         if not last:
             self.generation = generation
             return
         with suppress(PeerLost):
-            self._comm.send(message, worker, TOKEN)
+            self._comm.send(_nothing(), worker, TOKEN, token)
 
     def call(self, number: int, workers: Sequence[int]) -> None:
-        """Before this worker stands still: call the others to the same checkpoint."""
-        self.met = number
+        """Call the others to a checkpoint that this worker is about to stop for."""
+        self.attended = number
         for worker in workers:
             if worker != self._comm.rank:
-                self._comm.post(_message(CALL, number), worker, TOKEN)
+                self._comm.post(_nothing(), worker, TOKEN, pack(CALL, number))
 
     def state(self) -> list[int | None]:
         """What a checkpoint holds of it."""
-        return [self.generation, self.met, self.called]
+        return [self.generation, self.attended, self.called]
 
     def load_state(self, state: Sequence[Any]) -> None:
-        """Take up what :meth:`state` gave."""
-        self.generation, self.met, self.called = state
+        """Take up what :meth:`state` returned."""
+        self.generation, self.attended, self.called = state
 
 
 class TokenServer(ShardServer):
-    """A server that takes pushes from the holder of the token only.
+    """A server that accepts pushes from the holder of the token only.
 
-    Of several servers the first one makes tokens, and refuses old ones; workers ask it first.
+    Of several servers only the first one gives out tokens and refuses invalid ones. Workers push to
+    it first.
 
     Attributes:
-        token: where the valid one is.
+        token: where the valid token is.
     """
 
     def __init__(self, method: ServerStrategy) -> None:
@@ -232,11 +233,11 @@ class TokenServer(ShardServer):
 
     @abstractmethod
     def take(self, worker: int, request: Request, vector: Tensor) -> None:
-        """Move the shard by what the holder of the token has brought."""
+        """Apply what the holder of the token pushes."""
 
     @property
     def generation(self) -> int:
-        """That of the valid token; the ledger keeps it."""
+        """That of the valid token: a successor must give out a higher one."""
         return self.token.generation
 
     @generation.setter
@@ -276,7 +277,7 @@ class TokenServer(ShardServer):
             self.regenerate()
 
     def take_over(self) -> dict[str, Any]:
-        """Begin the ring anew among those who are left, with a new token."""
+        """Start the ring again among the workers that are left, with a new token."""
         facts = super().take_over()
         for worker in set(self.present()) - set(self.method.live_workers()):
             self.clocks[worker] = ABSENT
@@ -285,16 +286,16 @@ class TokenServer(ShardServer):
         return facts
 
     def regenerate(self) -> None:
-        """Make a new token, of which a successor has to know, and give it to the holder."""
+        """Make a new token, publish its generation, and give it to the holder."""
         self.token.regenerate()
         self.publish()
         if self.token.holder != NOBODY and self._is_first:
             self._give_token()
 
     def _give_token(self) -> None:
-        """Give the token to the holder; later, if that has not taken its mail yet."""
-        message = _message(self.token.generation, self.version)
-        self._owes = not self.clients.post(message, self.token.holder, TOKEN)
+        """Give the token to the holder; if its mailbox is full, when it pushes next."""
+        token = pack(self.token.generation, self.version)
+        self._owes = not self.clients.post(_nothing(), self.token.holder, TOKEN, token)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "token": asdict(self.token), "owes": self._owes}
@@ -304,8 +305,8 @@ class TokenServer(ShardServer):
         self.token, self._owes = Token(**state["token"]), state["owes"]
 
 
-def _message(first: int = 0, second: int = 0) -> Tensor:
-    """A token: its generation, and the version that its giver read. Or a call, and its number."""
+def _nothing() -> Tensor:
+    """The vector of messages that are all header."""
     import torch
 
-    return torch.tensor([first, second], dtype=torch.float64)
+    return torch.empty(0)

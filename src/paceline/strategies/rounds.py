@@ -1,8 +1,8 @@
-"""Servers that answer in rounds: each waits for one request of every worker in its group.
+"""Servers that reply in rounds: each one waits for a request of every worker in its group.
 
-The servers combine what has come among themselves, and each hands the outcome to its group. When
-one is lost, the next one takes its group over and answers again what the group may have missed.
-When the only one is lost, it is followed by a successor.
+The servers combine what has arrived among themselves, and each one replies to its group. When one
+is lost, the next one takes over its group, and replies again to workers that may have missed a
+reply. When the only one is lost, a successor takes its place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import PeerLost
 from paceline.strategies.server import Server
-from paceline.strategies.service import REPLY, Message, encode, last_published
+from paceline.strategies.service import REPLY, Numbered, last_published, pack, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,90 +22,93 @@ if TYPE_CHECKING:
     from paceline.strategies.served import RoleStrategy
 
 
-class Outcome(NamedTuple):
-    """What all servers have combined in a round.
+class Combined(NamedTuple):
+    """What all servers made of a round.
 
     Attributes:
-        numbers: that go with the vector.
-        vector: for every worker.
+        numbers: of the header of the reply.
+        vector: of the reply.
         over: whether this was the last round.
     """
 
-    numbers: Sequence[float]
+    numbers: Sequence[int]
     vector: Tensor
     over: bool
 
 
 class RoundServer(Server):
-    """One of several servers that answer in rounds.
+    """One of the servers that reply in rounds.
 
     Args:
         method: the strategy of this rank.
         groups: the workers of each server.
 
     Attributes:
-        round: how many rounds are over; requests of the next one have the number after it.
+        round: how many rounds are over. A request of the next round has the number after it.
         members: the workers that this server waits for.
         peers: the servers that combine, this one included.
-        came: what workers have brought to this round.
+        arrived: the requests of this round.
     """
 
     def __init__(self, method: RoleStrategy, groups: Sequence[Sequence[int]]) -> None:
         super().__init__(method)
-        self.clients = self.comm  # the loss of another server is heard, too
-        self.round, self.came = 0, dict[int, Message]()
+        self.clients = self.comm  # the loss of another server matters, too
+        self.round, self.arrived = 0, dict[int, Numbered]()
         self.members = set(groups[self.comm.rank - method.workers])
         self.peers = set(range(method.workers, self.comm.size))
         self._groups = groups
-        self._answer: Tensor | None = None
+        self._reply: Numbered | None = None
 
     @abstractmethod
-    def combine(self, came: Sequence[Message], peers: Comm) -> Outcome:
-        """Combine what this group has brought, in the order of workers, with what others have."""
+    def combine(self, requests: Sequence[Numbered], peers: Comm) -> Combined:
+        """Combine the requests of this group, in the order of workers, with those of the peers."""
 
-    def judged(self, worker: int, message: Message) -> Message:
+    def judged(self, worker: int, request: Numbered) -> Numbered:
         """What counts of a request; the guard may drop it."""
-        return message
+        return request
 
     def serve(self) -> None:
-        self._answer_when_complete()
+        self._reply_if_complete()
         super().serve()
 
-    def on_message(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Numbered) -> None:
         if message.number == self.round + 1:
-            self.came[worker] = self.judged(worker, message)
+            self.arrived[worker] = self.judged(worker, message)
             self.members.add(worker)
-            self._answer_when_complete()
-        elif self._answer is not None:  # its server was lost before it answered
-            self.comm.post(self._answer, worker, REPLY)
+            self._reply_if_complete()
+        elif self._reply is not None:  # the worker's server was lost before it replied
+            self._post(self._reply, worker)
 
-    def on_leave(self, rank: int) -> None:
-        self._go_on_without(rank)
-        self._answer_when_complete()
+    def on_leave(self, worker: int) -> None:
+        self._continue_without(worker)
+        self._reply_if_complete()
 
-    def _answer_when_complete(self) -> None:
-        """End the round, if every member has come; and those after it, if there is no member."""
-        while not self.over and self.members <= self.came.keys():
-            came = [self.came[worker] for worker in sorted(self.came)]
+    def _reply_if_complete(self) -> None:
+        """End the round if all members have arrived; without members, also those after it."""
+        while not self.over and self.members <= self.arrived.keys():
+            requests = [self.arrived[worker] for worker in sorted(self.arrived)]
             try:
-                outcome = self.combine(came, self.comm.group(sorted(self.peers), strict=True))
+                combined = self.combine(requests, self.comm.group(sorted(self.peers), strict=True))
             except PeerLost as error:
                 for rank in error.ranks:
-                    self._go_on_without(rank)
+                    self._continue_without(rank)
             else:
-                self._end_round(outcome)
+                self._end_round(combined)
 
-    def _end_round(self, outcome: Outcome) -> None:
+    def _end_round(self, combined: Combined) -> None:
         self.round += 1
-        self._answer = encode((self.round, *outcome.numbers), outcome.vector)
-        self.comm.publish(self._answer)  # for a successor, if this server is lost meanwhile
-        for worker in sorted(self.came):
-            self.comm.post(self._answer, worker, REPLY)
-        self.came.clear()
-        self.over = outcome.over
+        reply = self._reply = Numbered(self.round, pack(*combined.numbers), combined.vector)
+        self.comm.publish(reply.vector, reply.header)  # for a successor, if this server is lost now
+        for worker in sorted(self.arrived):
+            self._post(reply, worker)
+        self.arrived.clear()
+        self.over = combined.over
 
-    def _go_on_without(self, rank: int) -> None:
-        """Go on without a worker, or a server: its group is this one's, if this is the next."""
+    def _post(self, reply: Numbered, worker: int) -> None:
+        self.comm.post(reply.vector, worker, REPLY, reply.header)
+
+    def _continue_without(self, rank: int) -> None:
+        """Continue without a worker or server; take over the group of a server, if it is next."""
         self.members.discard(rank)
         if rank not in self.peers:
             return
@@ -116,17 +119,15 @@ class RoundServer(Server):
                 self.members |= set(group) & alive
 
     def _stands_in_for(self, server: int) -> bool:
-        """Whether the group of ``server`` goes through this one."""
+        """Whether the workers of ``server`` send their requests to this one."""
         peers = sorted(self.peers)
         return self.comm.rank == next((peer for peer in peers if peer >= server), peers[0])
 
     def succeed(self) -> dict[str, Any]:
-        """Follow a lost server, if it was the only one; otherwise others have its group."""
+        """Take the place of a lost server, if it was the only one; else others have its group."""
         servers = range(self.method.workers, self.comm.size)
-        numbers, like = self.method.request_numbers, self.method.vector_at(self.comm.rank)
-        last = last_published(self.comm, servers, numbers, like)
-        if last is not None:
-            self.round, self._answer = last.number, encode(last.numbers, last.vector)
+        self._reply = last_published(self.comm, servers, self.method.vector_at(self.comm.rank))
+        self.round = 0 if self._reply is None else self._reply.number
         self.peers = set(servers) & set(self.comm.alive())
         alone = self.peers == {self.comm.rank}
         self.members = set(self.method.live_workers()) if alone else set()
@@ -134,7 +135,14 @@ class RoundServer(Server):
         return {"round": self.round, "alone": alone}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self.round, "answer": self._answer}
+        reply = self._reply
+        return {
+            "round": self.round,
+            "numbers": None if reply is None else [*unpack(reply.body)],
+            "vector": None if reply is None else reply.vector,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.round, self._answer = state["round"], state["answer"]
+        self.round, vector = state["round"], state["vector"]
+        if vector is not None:
+            self._reply = Numbered(self.round, pack(*state["numbers"]), vector)

@@ -1,4 +1,4 @@
-"""What methods share that have servers: which ranks serve, and how workers ask them.
+"""What methods with servers share: which ranks serve, and how workers reach them.
 
 On a rank that is no worker the strategy makes a :class:`~paceline.strategies.server.Server`, and
 runs it. On a worker it has a :class:`~paceline.strategies.service.Service` for each server.
@@ -16,6 +16,7 @@ from paceline.common.options import at_least, at_most
 from paceline.errors import PeerLost, PeersGone
 from paceline.model.hyperparameters import read_hyperparameters
 from paceline.strategies.base import SERVER, WORKER, Strategy
+from paceline.strategies.server import published_numbers
 from paceline.strategies.service import (
     ADOPT,
     CALL,
@@ -23,11 +24,11 @@ from paceline.strategies.service import (
     INCARNATION,
     REQUEST,
     REQUEST_NUMBERS,
+    Numbered,
     Reply,
     Request,
     Service,
-    encode,
-    published_numbers,
+    pack,
 )
 
 if TYPE_CHECKING:
@@ -46,27 +47,27 @@ class RoleStrategy(Strategy):
     """A method with ranks that are no workers: each of them runs a server.
 
     Attributes:
-        services: on a worker, what it asks servers through.
-        server: what runs here, on a rank that is no worker.
+        services: on a worker, one for each server that it sends requests to.
+        server: on a rank that is no worker, what runs there.
     """
 
     resumable: ClassVar[bool] = False
 
     @abstractmethod
     def make_server(self) -> Server:
-        """The server of this rank, which is no worker; its parameters are those of rank 0."""
+        """The server of this rank, whose parameters are those of rank 0 by now."""
 
     @abstractmethod
     def make_services(self) -> list[Service]:
-        """On a worker: what it asks servers through."""
+        """On a worker: one service for each server that it sends requests to."""
 
     @property
     @abstractmethod
     def request_numbers(self) -> int:
-        """How many numbers a request has before its vector."""
+        """How many numbers of 8 bytes the header of a request has."""
 
     def vector_at(self, server: int) -> Tensor:
-        """Which part of this rank's parameters that server has to do with."""
+        """The part of this rank's parameters that goes to that server, and comes from it."""
         return self.replica.flat.x
 
     @property
@@ -79,7 +80,7 @@ class RoleStrategy(Strategy):
         self.connect()
 
     def connect(self) -> None:
-        """Begin to ask servers, or begin anew."""
+        """Begin to send requests, for the first time or anew."""
         self.services = [] if self.serves else self.make_services()
 
     def setup(self, x: Tensor) -> None:
@@ -103,9 +104,8 @@ class RoleStrategy(Strategy):
         self.server.serve()
 
     def summon(self, rank: int, number: int, stop: bool) -> None:
-        filler = [0.0] * (self.request_numbers - 3)
-        message = encode((CALL, number, stop, *filler), self.vector_at(rank))
-        self.comm.send(message, rank, REQUEST)
+        call = pack(CALL, number, stop).ljust(8 * self.request_numbers, b"\0")
+        self.comm.send(self.vector_at(rank), rank, REQUEST, call)
 
     def resumed(self) -> None:
         if self.serves:
@@ -114,23 +114,23 @@ class RoleStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         if self.serves:
             return self.server.state_dict()
-        return {**super().state_dict(), "asked": [service.asked for service in self.services]}
+        return {**super().state_dict(), "requests": [service.number for service in self.services]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.serves:
             self.server.load_state_dict(state)
             return
-        for service, asked in zip(self.services, state["asked"], strict=True):
-            service.asked = asked
-        super().load_state_dict({name: v for name, v in state.items() if name != "asked"})
+        for service, number in zip(self.services, state["requests"], strict=True):
+            service.number = number
+        super().load_state_dict({name: v for name, v in state.items() if name != "requests"})
 
 
 @dataclass(kw_only=True)
 class ServerStrategy(RoleStrategy):
     """A method whose model lives on servers, cut into ``shards``: one server rank each.
 
-    Subclasses say when workers ask, and which server answers
-    (:class:`~paceline.strategies.server.ShardServer`).
+    Subclasses say when workers send requests, and make the
+    :class:`~paceline.strategies.server.ShardServer` that replies.
 
     Attributes:
         steps: of this worker.
@@ -153,8 +153,7 @@ class ServerStrategy(RoleStrategy):
 
     def make_services(self) -> list[Service]:
         servers = range(self.workers, self.workers + self.shards)
-        count = len(Reply._fields)
-        return [Service(self.comm, rank, count, self.vector_at(rank)) for rank in servers]
+        return [Service(self.comm, rank, self.vector_at(rank)) for rank in servers]
 
     @cached_property
     def parts(self) -> list[slice]:
@@ -194,40 +193,37 @@ class ServerStrategy(RoleStrategy):
 
     # What a method is written with ---------------------------------------------------------------
 
-    def ask(self, shard: int, vector: Tensor, request: Request, must: bool = True) -> bool:
-        """Send a request; unless it ``must`` arrive, False when the server has no room for it."""
-        request = request._replace(hyperparameters=self.hyperparameters())
-        return self.services[shard].ask(request.numbers, vector[self.parts[shard]], must)
+    def send_request(self, shard: int, vector: Tensor, request: Request, must: bool = True) -> bool:
+        """Send a request; unless it ``must`` arrive, return False if the server has no room."""
+        body = request._replace(hyperparameters=self.hyperparameters()).body
+        return self.services[shard].send_request(body, vector[self.parts[shard]], must)
 
-    def hear(self, shard: int, x: Tensor) -> Reply:
-        """Wait for a reply, and take its vector into ``x``."""
-        answer = self.services[shard].hear()
-        reply = self._take_in(shard, x, answer.numbers, answer.vector)
+    def await_reply(self, shard: int, x: Tensor) -> Reply:
+        """Wait for a reply, and copy its vector into ``x``."""
+        reply = self._take(shard, self.services[shard].await_reply(), x)
         self.guard.hear(self.workers + shard, reply.accepted == DROPPED)
         return reply
 
     def exchange(
-        self, vector: Tensor, x: Tensor, batches: float = 1, last: float = 0, join: float = 0
+        self, vector: Tensor, x: Tensor, batches: int = 1, last: int = 0, join: int = 0
     ) -> None:
-        """Send ``vector`` to the servers, and take what they answer into ``x``."""
+        """Send ``vector`` to the servers, and copy their replies into ``x``."""
         for shard, version in enumerate(self.versions):
             request = Request(version=version, batches=batches, last=last, join=join)
-            self.ask(shard, vector, request)
+            self.send_request(shard, vector, request)
         for shard in range(self.shards):
-            self.hear(shard, x)
+            self.await_reply(shard, x)
 
     def fetch(self, x: Tensor, comm: Comm) -> Reply:
-        """Read the servers' model into ``x`` as they last published it, without them."""
-        count = published_numbers(self.workers)
+        """Copy the model that the servers last published into ``x``; they do nothing for it."""
         for shard, service in enumerate(self.services):
-            seen = service.published(comm, count)
-            reply = self._take_in(shard, x, seen.numbers[-len(Reply._fields) :], seen.vector)
+            reply = self._take(shard, service.peek(comm), x)
         return reply
 
-    def _take_in(self, shard: int, x: Tensor, numbers: list[float], vector: Tensor) -> Reply:
-        x[self.parts[shard]].copy_(vector)
-        reply = Reply(*numbers)
-        self.versions[shard] = round(reply.version)
+    def _take(self, shard: int, message: Numbered, x: Tensor) -> Reply:
+        x[self.parts[shard]].copy_(message.vector)
+        reply = Reply.of(message)
+        self.versions[shard] = reply.version
         return reply
 
     # The verbs of a worker -----------------------------------------------------------------------
@@ -241,15 +237,16 @@ class ServerStrategy(RoleStrategy):
         workers.broadcast(x)
         if workers.rank == 0:
             self.exchange(x, x, batches=0, join=ADOPT)
-        workers.barrier()  # nobody asks the servers for anything else before
+        workers.barrier()  # nobody sends the servers another request before
 
     def join(self, x: Tensor) -> None:
-        for service in self.services:  # a successor may still know what an earlier one has asked
-            service.asked = service.asked or INCARNATION * self.comm.incarnation(self.comm.rank)
+        own = self.comm.incarnation(self.comm.rank)  # the ledger knows those of the one before
+        for service in self.services:
+            service.number = service.number or INCARNATION * own
         try:
             self.exchange(x, x, batches=0, join=1)
         except PeerLost:
-            raise PeersGone from None  # the servers have ended, as all workers had
+            raise PeersGone from None  # the servers have departed, as all workers had
 
     def answer(self, x: Tensor) -> Tensor:
         versions, model = [*self.versions], x.clone()

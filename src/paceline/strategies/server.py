@@ -1,9 +1,9 @@
-"""A server's side of methods with servers: it acts upon each request once, and answers.
+"""A server's side of methods with servers: it applies each request once, and replies.
 
-A server answers one request after the other and never waits for a worker: one that is slow, stopped
-or dead delays nobody. What a successor has to know it publishes: its vector, and the ledger, which
-holds the number of the last request of each worker. Workers that had no answer from a lost server
-ask its successor again, and the ledger tells whether their request was acted upon.
+A server handles one request after the other and never waits for a worker: one that is slow, stopped
+or dead delays nobody. A server publishes what its successor has to know: its vector and the ledger,
+which holds the number of the last request of each worker. A worker that got no reply from a lost
+server sends its request again to the successor, and the ledger says whether it was applied.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from paceline.strategies.service import (
     INCARNATION,
     REPLY,
     REQUEST,
-    Message,
+    Numbered,
     Reply,
     Request,
-    decode,
-    encode,
     last_published,
-    published_numbers,
-    room_for,
+    pack,
+    unpack,
 )
 from paceline.strategies.toolbox.guard import norm
 
@@ -37,8 +35,8 @@ if TYPE_CHECKING:
     from paceline.strategies.served import PushStrategy, RoleStrategy, ServerStrategy
 
 ABSENT = -1
-"""In place of its clock: the worker is no client."""
-KEPT_EVERY = 16
+"""In place of its clock: the worker does not take part."""
+SAVED_EVERY = 16
 """Updates after which a server saves the buffers of its optimizer for a successor."""
 
 
@@ -49,8 +47,9 @@ class Server(ABC):
         method: the strategy of this rank.
 
     Attributes:
-        comm: the whole world; ``clients``: those whose messages and losses are heard.
-        over: whether there is nothing more to serve; else it ends when all clients are gone.
+        comm: the whole world.
+        clients: the ranks whose messages and losses the server receives.
+        over: whether to stop serving; a server also stops when all clients are gone.
     """
 
     method: RoleStrategy
@@ -61,31 +60,31 @@ class Server(ABC):
         self.over = False
 
     def serve(self) -> None:
-        """Answer requests, until every client has left."""
-        numbers, like = self.method.request_numbers, self.method.vector_at(self.comm.rank)
-        room = room_for(numbers, like)
+        """Handle requests, until every client is gone."""
+        like = self.method.vector_at(self.comm.rank)
         while not self.over:
-            got = self.clients.receive_any(room, REQUEST)
-            if isinstance(got, Lost):
-                self.on_leave(got.rank)
+            received = self.clients.receive_any(like, REQUEST)
+            if isinstance(received, Lost):
+                self.on_leave(received.rank)
                 continue
-            worker, message = got.src, decode(got.x, numbers, like)
+            message = Numbered.of(received)
             if message.number == CALL:
-                self.method.listener.summoned(round(message.numbers[1]), bool(message.numbers[2]))
+                call, stop, *_ = unpack(message.body)
+                self.method.listener.summoned(call, bool(stop))
             else:
-                self.on_message(worker, message)
+                self.on_message(received.src, message)
 
     @abstractmethod
-    def on_message(self, worker: int, message: Message) -> None:
-        """Act upon a request, if that was not done before, and answer it."""
+    def on_message(self, worker: int, message: Numbered) -> None:
+        """Apply a request, unless that was done before, and reply."""
 
     @abstractmethod
     def on_leave(self, worker: int) -> None:
-        """Hear that a client has died, or left."""
+        """Called when a client was lost, or has departed."""
 
     @abstractmethod
     def succeed(self) -> dict[str, Any]:
-        """Go on where a lost server was; return what the run's record tells of it."""
+        """Take the place of a lost server; return what the run's record says about it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -93,27 +92,27 @@ class Server(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
+        """Take up what :meth:`state_dict` returned."""
 
-    def publish_first(self) -> None:  # noqa: B027 - not every server has something to show
-        """Let workers read the vector that they begin with."""
+    def publish_first(self) -> None:  # noqa: B027 - not every server publishes
+        """Called after the start: let workers read the vector that they begin with."""
 
     def on_resume(self) -> None:  # noqa: B027 - likewise
-        """Hear that the state of a checkpoint is there again; some workers may not be."""
+        """Called after the state of a checkpoint was taken up; some workers may be missing."""
 
 
 class ShardServer(Server):
-    """A server that holds a shard of the model, which its requests move.
+    """A server that holds a shard of the model, which requests change.
 
-    Subclasses write :meth:`on_request`.
+    A method with servers writes :meth:`on_request`, and what else it needs of the next three.
 
     Attributes:
-        shard: the vector. Move it in place.
+        shard: the vector. Change it in place.
         version: how many updates are in it.
-        done: the ledger: the number of the last request of each worker that was acted upon.
-        clocks: a number of each client that the method makes use of; ``ABSENT`` of others.
-        generation: a number that the method makes use of. A successor goes on with all of these.
-        missed: how many requests of workers were lost with a server.
+        done: the ledger: of each worker, the number of its last request that was applied.
+        clocks: of each worker, a number for the method to use; ``ABSENT``: it does not take part.
+        generation: a number for the method to use. A successor takes over all of these.
+        missed: how many requests were lost with a server.
     """
 
     method: ServerStrategy
@@ -129,40 +128,38 @@ class ShardServer(Server):
         self.clocks = [0 if rank in first else ABSENT for rank in range(method.workers)]
         self._dropped_from: set[int] = set()
 
-    # What a method with a server writes ----------------------------------------------------------
-
     @abstractmethod
     def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
-        """Act upon a new request, and answer it."""
+        """Apply a new request, and reply."""
+
+    def on_repeat(self, worker: int) -> None:
+        """Reply again to a request that was applied; the first reply was lost with a server."""
+        self.reply(worker)
 
     def on_leave(self, worker: int) -> None:
         self.clocks[worker] = ABSENT
 
-    def on_repeat(self, worker: int) -> None:
-        """Answer a request once more; the first answer was lost with a server."""
-        self.reply(worker)
-
     def size_of(self, vector: Tensor) -> float:
-        """The norm of what the vector of a request would do to the shard."""
+        """The norm of the change that the vector of a request would make, for the guard."""
         return norm(vector)
 
-    # What it is written with ---------------------------------------------------------------------
+    # What a method uses --------------------------------------------------------------------------
 
     def present(self) -> list[int]:
         """The workers that take part."""
         return [worker for worker, clock in enumerate(self.clocks) if clock != ABSENT]
 
     def updated(self, request: Request) -> None:
-        """Count an update of the shard, let its time pass, and let others see it."""
+        """Count an update of the shard, charge its time, and publish the shard."""
         self.comm.clock.charge_update(self.shard.nbytes)
-        self.method.stale.note(self.version - round(request.version))
+        self.method.stale.note(self.version - request.version)
         self.version += 1
         self.publish()
 
     def publish(self) -> None:
         """Let workers read the shard, and a successor the ledger."""
-        numbers = (*self.done, *self.clocks, self.generation, *self._reply())
-        self.clients.publish(encode(numbers, self.shard))
+        header = pack(*self._reply(), *self.done, *self.clocks, self.generation)
+        self.clients.publish(self.shard, header)
 
     def reply(
         self,
@@ -171,13 +168,13 @@ class ShardServer(Server):
         accepted: bool = True,
         next_worker: int = -1,
     ) -> None:
-        """Post the shard, or another vector, to a worker; one that is gone does not need it."""
+        """Post the shard, or another vector, to a worker; a lost worker does not need it."""
         verdict = DROPPED if accepted and worker in self._dropped_from else accepted
         self._dropped_from.discard(worker)
         reply = self._reply()._replace(
             number=self.done[worker], accepted=verdict, next_worker=next_worker
         )
-        self.clients.post(encode(reply, self.shard if vector is None else vector), worker, REPLY)
+        self.clients.post(self.shard if vector is None else vector, worker, REPLY, pack(*reply))
 
     def _reply(self) -> Reply:
         stale = self.method.stale
@@ -188,14 +185,14 @@ class ShardServer(Server):
     def publish_first(self) -> None:
         self.publish()
 
-    def on_message(self, worker: int, message: Message) -> None:
+    def on_message(self, worker: int, message: Numbered) -> None:
         request, known = Request.of(message), self.done[worker]
-        if message.number <= known and not request.join:
+        if request.number <= known and not request.join:
             self.on_repeat(worker)
             return
-        if not request.join and message.number // INCARNATION == known // INCARNATION:
-            self.missed += message.number - known - 1
-        self.done[worker] = message.number
+        if not request.join and request.number // INCARNATION == known // INCARNATION:
+            self.missed += request.number - known - 1
+        self.done[worker] = request.number
         if request.join == ADOPT:
             self.shard.copy_(message.vector)
             self.publish()
@@ -204,7 +201,7 @@ class ShardServer(Server):
         self.on_request(worker, self._judged(worker, request, message.vector), message.vector)
 
     def _judged(self, worker: int, request: Request, vector: Tensor) -> Request:
-        """The request; without anything to apply, if the guard drops that."""
+        """The request; with nothing to apply, if the guard drops its vector."""
         guard = self.method.guard
         if not request.batches or guard.admits(self.size_of(vector), worker, "update"):
             return request
@@ -212,23 +209,22 @@ class ShardServer(Server):
         return request._replace(batches=0)
 
     def succeed(self) -> dict[str, Any]:
-        """Go on with the shard and the ledger that the lost server has published last."""
+        """Take over the shard and the ledger that the lost server published last."""
         workers, rank = self.method.workers, self.comm.rank
-        left = last_published(self.comm, [rank], published_numbers(workers), self.shard)
+        left = last_published(self.comm, [rank], self.shard)
         if left is None:
             raise PeerLost(rank, "the start of a server", "it left nothing", 0.0)
-        numbers = [*map(round, left.numbers)]
-        self.done, self.clocks = numbers[:workers], numbers[workers : 2 * workers]
-        self.generation = numbers[2 * workers]
-        reply = Reply(*numbers[2 * workers + 1 :])
-        self.version, self.method.stale = round(reply.version), reply.staleness
+        reply, ledger = Reply.of(left), [*unpack(left.header)[len(Reply._fields) :]]
+        self.version, self.method.stale = reply.version, reply.staleness
+        self.done, self.clocks = ledger[:workers], ledger[workers : 2 * workers]
+        self.generation = ledger[2 * workers]
         self.shard.copy_(left.vector)
         facts = self.take_over()
         self.publish()
         return {"version": self.version, **facts}
 
     def take_over(self) -> dict[str, Any]:
-        """Follow a lost server: its shard and its ledger are here."""
+        """Called in a successor that has the shard and the ledger; for what else a method has."""
         return {}
 
     def on_resume(self) -> None:
@@ -247,8 +243,17 @@ class ShardServer(Server):
     _state = ("version", "missed", "generation", "done", "clocks")
 
 
+def published_numbers(workers: int) -> int:
+    """How many numbers a :class:`ShardServer` publishes with its shard: a reply and its ledger."""
+    return len(Reply._fields) + 2 * workers + 1
+
+
 class GradientServer(ShardServer):
-    """A server that steps its shard with gradients, by an optimizer of its own."""
+    """A server that steps its shard with gradients, by an optimizer of its own.
+
+    Attributes:
+        optimizer: of the shard.
+    """
 
     method: PushStrategy
 
@@ -260,22 +265,22 @@ class GradientServer(ShardServer):
         self.optimizer = ShardOptimizer(self.shard, part, method.replica, kind, method.coupled)
 
     def step(self, request: Request, gradient: Tensor, times: float = 1) -> None:
-        """Step with what a request holds, if anything; it counts for ``times`` gradients."""
+        """Step with the vector of a request, if it has one; it counts for ``times`` gradients."""
         if request.batches:
             self.optimizer.step(gradient, request.hyperparameters, times)
             self.updated(request)
 
     def updated(self, request: Request) -> None:
         super().updated(request)
-        if self.version % KEPT_EVERY == 0 and (buffers := self.optimizer.buffers()) is not None:
+        if self.version % SAVED_EVERY == 0 and (buffers := self.optimizer.buffers()) is not None:
             self.comm.save_for_successor(buffers)
 
     def take_over(self) -> dict[str, Any]:
-        """Take up the buffers of the optimizer as they were last saved: none is newer than that."""
+        """Take over the buffers of the optimizer as they were last saved."""
         left = self.comm.saved_by_predecessor()
         if left is not None:
             self.optimizer.load_buffers(left)
-        return {"buffers_behind": self.version % KEPT_EVERY}
+        return {"buffers_behind": self.version % SAVED_EVERY}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "optimizer": self.optimizer.optimizer.state_dict()}

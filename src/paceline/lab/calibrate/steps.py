@@ -139,7 +139,6 @@ class Probe(Downpour):
     """The plain optimizer, with one exchange after each step; ends the script when it is done."""
 
     synchronous: ClassVar[bool] = True
-    uses_gradient: ClassVar[bool] = False
 
     def __init__(self, clock: StepClock, steps: int, limit_s: float) -> None:
         super().__init__()
@@ -153,6 +152,10 @@ class Probe(Downpour):
             self._worker_group = self.comm.group(range(self.workers))
             self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
             self._worker_group.barrier()
+
+    @property
+    def uses_gradient(self) -> bool:
+        return False
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.local_update(g)
@@ -186,9 +189,9 @@ class Probe(Downpour):
 
     def _mail(self, x: Tensor) -> None:
         with self._clock.working("post"):
-            self.ask(0, self.replica.flat.g, Request(version=self.versions[0]))
+            self.send_request(0, self.replica.flat.g, Request(version=self.versions[0]))
         with self._clock.working("take"):
-            self.hear(0, x)
+            self.await_reply(0, x)
 
     def make_server(self) -> ProbeServer:
         try:

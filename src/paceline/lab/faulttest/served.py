@@ -15,7 +15,7 @@ from paceline.strategies.easgd import EASGD
 from paceline.strategies.ring import TOKEN, Seat
 from paceline.strategies.served import PushStrategy, ServerStrategy
 from paceline.strategies.server import ShardServer
-from paceline.strategies.service import Request
+from paceline.strategies.service import Request, unpack
 from paceline.strategies.ssp import SSP
 from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
@@ -83,8 +83,8 @@ class Pushes(Observer):
         if session.rank >= session.size:
             when_made(strategy, "make_server", self._attach_to_server)
             return
-        around(strategy, "ask", lambda inner, *a, **k: self._ask(session, inner, *a, **k))
-        around(strategy, "hear", lambda inner, *a: self._hear(session, inner, *a))
+        around(strategy, "send_request", lambda inner, *a, **k: self._send(session, inner, *a, **k))
+        around(strategy, "await_reply", lambda inner, *a: self._await_reply(session, inner, *a))
         around(strategy, "fetch", lambda inner, *a: self._fetch(session, inner, *a))
         if isinstance(strategy, PushStrategy):
             around(strategy, "step", lambda inner, x, g: self._step(session, inner, x, g))
@@ -122,7 +122,7 @@ class Pushes(Observer):
     def _make(self, who: Who, update: Tensor) -> None:
         self._made[who] = update + self._made[who] if who in self._made else update
 
-    def _ask(
+    def _send(
         self,
         session: Session,
         inner: Any,
@@ -143,18 +143,18 @@ class Pushes(Observer):
         self.scene.check(
             is_sound(push.vector), "finite", lambda: f"rank {who[0]} sends {push.vector.tolist()}"
         )
-        self._pushed[who, shard, strategy.services[shard].asked + 1] = push
+        self._pushed[who, shard, strategy.services[shard].number + 1] = push
         sent: bool = inner(shard, vector, request, **flags)
         if not sent:
-            del self._pushed[who, shard, strategy.services[shard].asked + 1]
+            del self._pushed[who, shard, strategy.services[shard].number + 1]
         return sent
 
-    def _hear(self, session: Session, inner: Any, shard: int, x: Tensor) -> Any:
+    def _await_reply(self, session: Session, inner: Any, shard: int, x: Tensor) -> Any:
         strategy: Any = session.strategy
-        who, number = self._who(session.rank), strategy.services[shard].asked
+        who, number = self._who(session.rank), strategy.services[shard].number
         push = self._pushed[who, shard, number]
         reply = inner(shard, x)
-        version = round(reply.version)
+        version = reply.version
         if reply.accepted and push.request.batches:
             self.scene.check(
                 push.version is not None and push.version <= version,
@@ -226,7 +226,7 @@ class Pushes(Observer):
     def _on_request(
         self, server: ShardServer, inner: Any, src: int, request: Request, vector: Tensor
     ) -> None:
-        who, number = self._who(src), round(request.number)
+        who, number = self._who(src), request.number
         shadow = self._shadow(server)
         key = (who, server.comm.rank - server.method.workers, number)
         push = self._pushed.get(key)
@@ -508,7 +508,7 @@ class Tokens(Observer):
                     rank
                     for queue in senders.values()
                     for message in queue
-                    if int(message.x[0]) == self._generation
+                    if unpack(message.header)[0] == self._generation
                 ]
         self.scene.check(
             len(holders) <= 1, "token", f"generation {self._generation} is at {holders}"

@@ -20,11 +20,11 @@ def next_in(ring: Sequence[int], worker: int) -> int:
 
 @dataclass
 class Token:
-    """Where the valid token is, as the server that makes it knows.
+    """Where the valid token is, as its server knows it.
 
     Attributes:
-        holder: who has it, or is about to be given it.
-        giver: who was to pass it on to the holder.
+        holder: the worker that has it, or will get it next.
+        giver: the worker that was to pass it on to the holder.
         generation: of the valid token; those of a lower one are refused.
 
     Example:
@@ -47,16 +47,16 @@ class Token:
         return generation >= self.generation
 
     def pass_on(self, giver: int, ring: Sequence[int]) -> int:
-        """Hear that the turn of ``giver`` is over, and return who is next."""
+        """End the turn of ``giver``, and return whose turn is next."""
         self.giver, self.holder = giver, next_in(ring, giver)
         return self.holder
 
     def leave(self, worker: int, ring: Sequence[int]) -> bool:
-        """Go on without a worker; whether the token may be lost with it."""
+        """Continue without a worker; return whether the token may be lost with it."""
         had_it = self.holder == worker
         if had_it:
             self.holder = next_in(ring, worker)
-        return had_it or self.giver == worker  # which may not have come to pass it on
+        return had_it or self.giver == worker  # which may not have passed it on
 
     def regenerate(self) -> None:
         """Make a new one for the holder."""
