@@ -29,6 +29,10 @@ INTERFACES = {
     **{f"comm.ports.{port}": "comm/ports.py" for port in PORTS},
     "comm.comm.Comm": "comm/comm.py",
     "strategies.base.Strategy": "strategies/base.py",
+    "strategies.base.Traits": "strategies/base.py",
+    "strategies.base.Roles": "strategies/base.py",
+    "strategies.base.Checkpointed": "strategies/base.py",
+    "strategies.place.Place": "strategies/place.py",
     "training.worker.Worker": "training/worker.py",
 }
 

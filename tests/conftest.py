@@ -1,14 +1,14 @@
-"""One count of tests for each transport; a skip on Linux fails the run, unless it may be.
+"""Count the passed tests of each transport; a skip on Linux fails the run, unless it is allowed.
 
-And so does a look at files that not every machine has: see ``support.hermetic``.
+A test that reads files which not every machine has fails too: see ``support.hermetic``.
 """
 
 from __future__ import annotations
 
 import os
 
-# Results of matrix products must not depend on where in memory their inputs lie, as they do on some
-# processors: tests compare bits of models that lie elsewhere. Read when torch is first imported.
+# On some processors the bits of a matrix product depend on the addresses of its inputs, but tests
+# compare models at different addresses. torch reads this variable when it is first imported.
 os.environ["MKL_CBWR"] = "COMPATIBLE"
 
 import signal
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def paceline(tmp_path, monkeypatch, capsys):
-    """Run a command in a folder of its own; what it wrote on both streams."""
+    """Run a command in its own folder; returns what it wrote to both streams."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
 
@@ -65,7 +65,7 @@ _counts = _Counts()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # reports carry these from the process that ran the test
+    for item in items:  # user properties reach the main process in reports
         item.user_properties += [("transport", m.args[0]) for m in item.iter_markers("transport")]
 
 

@@ -59,7 +59,7 @@ class Job:
         check_device(device)
         if world > 1:
             _refuse_under_launcher({**(policy or {}), "fault": faults})
-            return self._attend(screen, workers, device)
+            return self._train_launched(screen, workers, device)
         folder = choose_out(self.out, f"{strategy_name(self.strategy)}-{count}")
         ForkServer.warm_up()
         from paceline.launcher.launch import launch
@@ -78,15 +78,15 @@ class Job:
                 **(policy or {}),
             )
 
-    def _attend(self, screen: Screen, workers: int | None, device: str) -> Result | None:
+    def _train_launched(self, screen: Screen, workers: int | None, device: str) -> Result | None:
         from paceline.common.reference import find
-        from paceline.launcher.init import attend
+        from paceline.launcher.init import train_launched
         from paceline.launcher.spec import InitSpec
 
         with self._watched(screen) as watch:
             train = find(self.task.reference)
             spec = InitSpec(device=device, out=self.out, **self._common(watch))
-            return attend(train, spec, workers=workers, arguments=self.task.arguments)
+            return train_launched(train, spec, workers=workers, arguments=self.task.arguments)
 
     def simulate(
         self,

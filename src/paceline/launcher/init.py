@@ -26,7 +26,7 @@ from paceline.errors import (
     ServingDone,
     UsageError,
 )
-from paceline.launcher.rank import note_place
+from paceline.launcher.rank import note_origin
 from paceline.launcher.spec import InitSpec, Train, takes
 from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
@@ -109,17 +109,17 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
             raise NotSaved(spec.out, model_error)
     except (RunLost, PeerLost) as error:
         loss = error.loss if isinstance(error, RunLost) else ports.first_loss(error)
-        note_place(loss, session)
+        note_origin(loss, session)
         raise loss from None
     except PacelineError as error:
-        note_place(error, session)
+        note_origin(error, session)
         raise
     finally:
         ports.give_up()
         files.close()
 
 
-def attend(
+def train_launched(
     train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
 ) -> Result | None:
     """Run ``train(worker)`` in this process of another launcher; rank 0 returns the result."""

@@ -19,13 +19,13 @@ def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> No
     except ServingDone:
         pass
     except RunLost as end:
-        note_place(end.loss, session)
+        note_origin(end.loss, session)
         raise end.loss from None
     except PacelineError as error:
-        note_place(error, session)
+        note_origin(error, session)
         raise
 
 
-def note_place(error: PacelineError, session: Session) -> None:
+def note_origin(error: PacelineError, session: Session) -> None:
     """Note on which rank and when an error occurred."""
     error.add_note(f"on rank {session.rank} at {session.clock.now():.6f} s")

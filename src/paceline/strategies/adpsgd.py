@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.comm.packet import Packet
 from paceline.common.options import at_least
@@ -79,9 +79,9 @@ class ADPSGD(PairStrategy):
     descent", ICML 2018, algorithm 1; there a thread on each worker averages in its place.
     """
 
-    paper: ClassVar[str] = "Lian, Zhang, Zhang, Liu, ICML 2018"
-    synchronous: ClassVar[bool] = False
-    state: ClassVar[tuple[str, ...]] = ("steps", "open")
+    paper = "Lian, Zhang, Zhang, Liu, ICML 2018"
+    synchronous = False
+    state = ("steps", "open")
 
     interval: int = 1
 

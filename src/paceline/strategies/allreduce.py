@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from paceline.model.gradient import Gradient
 from paceline.strategies.lockstep import Lockstep
@@ -58,11 +58,8 @@ class AllReduce(Lockstep):
     minibatch SGD: training ImageNet in 1 hour", 2017, tell how to choose its learning rate.
     """
 
-    paper: ClassVar[str] = "synchronous SGD, the baseline of all four papers"
-
-    @property
-    def equal_rates(self) -> bool:
-        return True
+    paper = "synchronous SGD, the baseline of all four papers"
+    equal_rates = True
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         return nbytes * workers * (1 + steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from paceline.common.options import positive
 from paceline.errors import UsageError
@@ -73,8 +73,9 @@ class DiLoCo(Periodic):
     models", 2023, algorithm 1.
     """
 
-    paper: ClassVar[str] = "Douillard et al., 2023"
-    state: ClassVar[tuple[str, ...]] = (*Periodic.state, "reference", "velocity")
+    paper = "Douillard et al., 2023"
+    uses_gradient = False
+    state = (*Periodic.state, "reference", "velocity")
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -86,10 +87,6 @@ class DiLoCo(Periodic):
             raise UsageError(f"outer_momentum ({self.outer_momentum}) must be from 0 to below 1")
         self.reference: Tensor | None = None
         self.velocity: Tensor | None = None
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         return nbytes * workers * (1 + -(-steps // self.interval))

@@ -26,6 +26,7 @@ class Elastic(Strategy):
         velocity: v of EAMSGD.
     """
 
+    uses_gradient = False
     state: ClassVar[tuple[str, ...]] = ("steps", "pending", "velocity", "plain", "ahead")
 
     interval: int = 4
@@ -55,10 +56,6 @@ class Elastic(Strategy):
     @property
     def defers(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         return self.momentum > 0
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
 
     @property
     def moving_rate(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from paceline.common.options import at_least
 from paceline.errors import UsageError
@@ -78,8 +78,9 @@ class Hierarchical(Lockstep):
     Cong, "A distributed hierarchical SGD algorithm with sparse global reduction" (Hier-AVG), 2019.
     """
 
-    paper: ClassVar[str] = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
-    state: ClassVar[tuple[str, ...]] = (*Lockstep.state, "group_unit", "in_group", "in_all", "met")
+    paper = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
+    uses_gradient = False
+    state = (*Lockstep.state, "group_unit", "in_group", "in_all", "met")
 
     group_size: int = 4
     group_interval: int = 4
@@ -95,10 +96,6 @@ class Hierarchical(Lockstep):
                 f"group_interval ({self.group_interval}) must divide interval ({self.interval})"
             )
         self.in_group = self.in_all = self.met = self.group_unit = 0
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         contributions = in_group = in_all = 0

@@ -92,6 +92,7 @@ class Layered(RoleStrategy):
 
     paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
     defers: ClassVar[bool] = True
+    equal_rates: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("steps", "behind")
 
     group_size: int = 4
@@ -101,10 +102,6 @@ class Layered(RoleStrategy):
         self.steps = 0
         self.behind = False
         self._max_norm: float | None = None
-
-    @property
-    def equal_rates(self) -> bool:
-        return True
 
     def roles(self, workers: int) -> tuple[str, ...]:
         return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.packet import Packet
 from paceline.comm.ports import Lost
@@ -37,16 +37,13 @@ class Note(NamedTuple):
 class PairStrategy(Strategy):
     """A method without a center; subclasses say how two workers exchange their models."""
 
-    resumable: ClassVar[bool] = False
+    resumable = False
+    uses_gradient = False
 
     topology: Topology = "complete"
 
     def __post_init__(self) -> None:
         self.steps = 0
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
 
     def exchange_bytes(self, nbytes: int) -> int:
         """What one message with a model sends."""

@@ -82,9 +82,12 @@ class RingStrategy(PushStrategy):
         """After the step with ``g``: take a turn, if the token has come."""
         self._dropped = g.dropped
         self.seat.look()
-        self.go_on(x)
+        self._take_turns(x)
 
-    def go_on(self, x: Tensor) -> None:
+    def after_checkpoint(self, x: Tensor) -> None:
+        self._take_turns(x)
+
+    def _take_turns(self, x: Tensor) -> None:
         """Take a turn, if the token is here or must be waited for; a checkpoint comes first."""
         seat = self.seat
         while seat.has_token or self.is_full:
@@ -95,7 +98,7 @@ class RingStrategy(PushStrategy):
             elif not (self.pending or self._dropped) or self._take_turn(x, last=False):
                 return
 
-    def before_meeting(self, number: int) -> None:
+    def before_checkpoint(self, number: int) -> None:
         self.seat.call(number, self.live_workers())
 
     def flush(self, x: Tensor) -> None:

@@ -107,11 +107,11 @@ class SASGD(Periodic):
         self.gradients: Tensor | None = None
 
     @property
-    def uses_gradient(self) -> bool:
+    def uses_gradient(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         return self.gradients is not None
 
     @property
-    def equal_rates(self) -> bool:
+    def equal_rates(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         return self.gradients is not None or self.global_lr is not None
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
-from paceline.strategies.base import Staleness
+from paceline.strategies.place import Staleness
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,7 +32,7 @@ from paceline.checkpoint.store import Saved, Store
 from paceline.comm.ports import Call, Rendezvous
 from paceline.common.format import size as in_words
 from paceline.errors import PeerLost, UsageError
-from paceline.strategies.base import Staleness
+from paceline.strategies.place import Staleness
 from paceline.training.loader import Position
 from paceline.training.stepper import Stepper
 
@@ -180,14 +180,14 @@ class CheckpointParticipant:
         x = self._stepper.replica.flat.x
         self._stepper.settle()
         if not self._stepper.alone:
-            strategy.before_meeting(number)
+            strategy.before_checkpoint(number)
         workers = [rank for rank in self._members if rank < session.size]
         if self._meet(number, 1, workers):
             if session.rank == workers[0]:
                 self._summon(number, stop)
             self.save_together(number, stop)
         if not self._stepper.alone:
-            strategy.go_on(x)
+            strategy.after_checkpoint(x)
         self._clock.switch_in()
 
     @property
@@ -311,7 +311,7 @@ class CheckpointParticipant:
         session.load_own_state(state)
         write_generators(state["generators"], session.device)
         if not self._stepper.alone:
-            session.strategy.go_on(self._stepper.replica.flat.x)
+            session.strategy.after_checkpoint(self._stepper.replica.flat.x)
         self._state = {}
         self._clock.switch_in()
 

@@ -27,7 +27,8 @@ from paceline.errors import (
 )
 from paceline.model.replica import Replica
 from paceline.record.result import Metric
-from paceline.strategies.base import RankListener, Strategy
+from paceline.strategies.base import Strategy
+from paceline.strategies.place import RankListener
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
 from paceline.training.checkpointing import CheckpointParticipant, read_generators, write_generators

@@ -22,6 +22,7 @@ from paceline.common.options import at_least, one_of
 from paceline.common.seeds import all_seeded, stream
 from paceline.errors import UsageError
 from paceline.record.result import Metric
+from paceline.strategies.base import warn_of_long_interval
 from paceline.training.checkpointing import read_generators, write_generators
 from paceline.training.loader import PacedLoader, Position, Sharing, moved
 from paceline.training.optimizer import PacedOptimizer
@@ -93,7 +94,7 @@ class Worker:
         session.epoch_samples = session.epoch_samples or paced[0].samples
         if epochs is not None and session.epochs is None:
             session.epochs = epochs
-            self.strategy.plan(len(paced[0]) * epochs)
+            warn_of_long_interval(self.strategy, len(paced[0]) * epochs)
         return paced[0] if len(paced) == 1 else paced
 
     def _paced(self, loader: object, data: Sharing) -> PacedLoader:

@@ -139,6 +139,7 @@ class Probe(Downpour):
     """The plain optimizer, with one exchange after each step; ends the script when it is done."""
 
     synchronous: ClassVar[bool] = True
+    uses_gradient: ClassVar[bool] = False
 
     def __init__(self, clock: StepClock, steps: int, limit_s: float) -> None:
         super().__init__()
@@ -152,10 +153,6 @@ class Probe(Downpour):
             self._worker_group = self.comm.group(range(self.workers))
             self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
             self._worker_group.barrier()
-
-    @property
-    def uses_gradient(self) -> bool:
-        return False
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.local_update(g)
