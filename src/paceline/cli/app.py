@@ -12,15 +12,15 @@ from typer import Argument, Option
 from paceline._version import __version__
 from paceline.cli.options import (
     AsModel,
-    Calibrating,
+    CalibrationOptions,
+    CheckpointOptions,
     Device,
+    FaultOptions,
     NoTrace,
-    Output,
+    OutputOptions,
     Repeats,
-    Risks,
-    Saves,
     StrategySpec,
-    Training,
+    TrainingOptions,
     TransportName,
     Workers,
     command,
@@ -83,9 +83,9 @@ def root(
 
 @command(app, epilog=_STRATEGIES)
 def run(
-    training: Training,
-    risks: Risks,
-    saves: Saves,
+    training: TrainingOptions,
+    injected: FaultOptions,
+    saving: CheckpointOptions,
     context: typer.Context,
     strategy: StrategySpec = "allreduce",
     workers: Annotated[
@@ -109,9 +109,9 @@ def run(
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), join)
         return
-    job, screen = _job(training, strategy, saves, no_trace), training.screen()
-    policy = {**risks.policy(), **saves.policy()}
-    result = job.run(screen, workers, transport, device, risks.script(), policy)
+    job, screen = _job(training, strategy, saving, no_trace), training.screen()
+    policy = {**injected.policy(), **saving.policy()}
+    result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
         _exit_if_failed(result)
@@ -119,9 +119,9 @@ def run(
 
 @command(app, epilog=_CLUSTERS)
 def sim(
-    training: Training,
-    risks: Risks,
-    saves: Saves,
+    training: TrainingOptions,
+    injected: FaultOptions,
+    saving: CheckpointOptions,
     context: typer.Context,
     strategy: StrategySpec = "allreduce",
     workers: Workers = 8,
@@ -139,15 +139,15 @@ def sim(
 ) -> None:
     """Train in virtual time on a simulated cluster."""
     screen, target = training.screen(), with_model(load_cluster(cluster), as_model)
-    script = risks.script()
+    script = injected.script()
     if replay is not None:
         refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saves, no_trace)
+    job = _job(training, strategy, saving, no_trace)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
-    policy = {**risks.policy(), **saves.policy()}
+    policy = {**injected.policy(), **saving.policy()}
     result = job.simulate(screen, workers, target, faults=script, policy=policy)
     show_result(screen, result, job.task.name, target.name)
     _exit_if_failed(result)
@@ -162,8 +162,10 @@ def _exit_if_failed(result: Result) -> None:
         raise typer.Exit(1)
 
 
-def _job(training: Training, strategy: str, saves: Saves, no_trace: bool) -> Job:
-    if saves.resume and training.out is None:
+def _job(
+    training: TrainingOptions, strategy: str, saving: CheckpointOptions, no_trace: bool
+) -> Job:
+    if saving.resume and training.out is None:
         raise UsageError("--resume needs --out, the folder of the run to resume")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
@@ -172,7 +174,7 @@ def _job(training: Training, strategy: str, saves: Saves, no_trace: bool) -> Job
 
 @command(app, epilog=_CLUSTERS)
 def compare(
-    training: Training,
+    training: TrainingOptions,
     strategy: Annotated[
         list[str] | None,
         Option(
@@ -232,7 +234,7 @@ def compare(
 
 @command(app)
 def drill(
-    output: Output,
+    output: OutputOptions,
     cases: Annotated[
         list[str] | None,
         Argument(metavar="[CASE]...", help="Which faults. [default: all]", show_default=False),
@@ -259,7 +261,7 @@ def drill(
 
 @command(app)
 def report(
-    output: Output,
+    output: OutputOptions,
     folders: Annotated[
         list[Path],
         Argument(metavar="FOLDER...", help="Folder of a comparison, or folders of runs."),
@@ -284,7 +286,7 @@ def report(
 
 @command(app)
 def timeline(
-    output: Output,
+    output: OutputOptions,
     runs: Annotated[
         list[Path],
         Argument(metavar="RUN...", help="Folders of runs, real or simulated.", show_default=False),
@@ -310,7 +312,7 @@ def timeline(
 
 @command(app, epilog=_STRATEGIES)
 def calibrate(
-    calibrating: Calibrating,
+    calibration: CalibrationOptions,
     check: Annotated[
         bool, Option("--check", help="Predict real runs, then make them, and show each error.")
     ] = False,
@@ -331,14 +333,14 @@ def calibrate(
 
     if not check:
         c.refuse_without_check(strategy=strategy, workers=workers, repeats=repeats)
-        c.show_calibration(calibrating)
+        c.show_calibration(calibration)
         return
-    c.show_check(calibrating, strategy or [], workers or [], 5 if repeats is None else repeats)
+    c.show_check(calibration, strategy or [], workers or [], 5 if repeats is None else repeats)
 
 
 @command(app)
 def papers(
-    output: Output,
+    output: OutputOptions,
     name: Annotated[
         str | None, Argument(metavar="[CLAIM]", help="One claim. [default: all]")
     ] = None,
@@ -375,7 +377,7 @@ def papers(
 
 @command(app)
 def faulttest(
-    output: Output,
+    output: OutputOptions,
     context: typer.Context,
     method: Annotated[
         list[str] | None, Option("--method", "-m", help="A method; may be repeated. [default: all]")
@@ -405,7 +407,7 @@ def faulttest(
 
 @command(app)
 def strategies(
-    output: Output,
+    output: OutputOptions,
     name: Annotated[str | None, Argument(metavar="[NAME]", show_default=False)] = None,
 ) -> None:
     """List the methods, or explain one of them."""
@@ -418,7 +420,7 @@ def strategies(
 
 
 @command(app)
-def doctor(output: Output) -> None:
+def doctor(output: OutputOptions) -> None:
     """Check that this machine has what Paceline needs."""
     from paceline.cli.doctor import examine
 
@@ -428,7 +430,7 @@ def doctor(output: Output) -> None:
 
 @command(bench)
 def comm(
-    output: Output,
+    output: OutputOptions,
     workers: Workers = 4,
     repeats: Repeats = 15,
     size: Annotated[
@@ -448,7 +450,7 @@ def comm(
 
 
 @command(bench)
-def step(output: Output, workers: Workers = 2, repeats: Repeats = 40) -> None:
+def step(output: OutputOptions, workers: Workers = 2, repeats: Repeats = 40) -> None:
     """Time a training step of 1.9 million parameters: ours, DDP and PostLocalSGD."""
     from paceline.cli.benches import show_step
 
@@ -457,7 +459,7 @@ def step(output: Output, workers: Workers = 2, repeats: Repeats = 40) -> None:
 
 @command(bench, name="sim")
 def bench_sim(
-    output: Output,
+    output: OutputOptions,
     workers: Workers = 64,
     repeats: Repeats = 5,
     steps: Annotated[int, Option("--steps", help="Steps of each worker in one repeat.")] = 10,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.compare import split_specs, workers_of
-from paceline.cli.options import Calibrating, Training
+from paceline.cli.options import CalibrationOptions, TrainingOptions
 from paceline.cli.screen import Screen, number, size
 from paceline.cli.task import find_task
 from paceline.cli.train import default_transport
@@ -42,7 +42,7 @@ def refuse_without_check(**options: Any) -> None:
             raise UsageError(f"--{name} ({value}) must be given together with --check")
 
 
-def show_calibration(chosen: Calibrating) -> None:
+def show_calibration(chosen: CalibrationOptions) -> None:
     """Measure, write the file, and show the figures."""
     screen = chosen.screen()
     (subject,) = _subjects(chosen, ["cnn"])
@@ -55,7 +55,7 @@ def show_calibration(chosen: Calibrating) -> None:
 
 
 def show_check(
-    chosen: Calibrating, specs: Sequence[str], workers: Sequence[str], repeats: int
+    chosen: CalibrationOptions, specs: Sequence[str], workers: Sequence[str], repeats: int
 ) -> None:
     """Calibrate, predict, measure, and show the error of each prediction."""
     screen = chosen.screen()
@@ -104,7 +104,7 @@ def show_check(
 # What to measure ---------------------------------------------------------------------------------
 
 
-def _subjects(chosen: Calibrating, models: Sequence[str]) -> list[Subject]:
+def _subjects(chosen: CalibrationOptions, models: Sequence[str]) -> list[Subject]:
     """The script, or the built-in task with the chosen model or else each of ``models``."""
     transport = chosen.transport or default_transport()
     one_of("transport", transport, TRANSPORTS)
@@ -114,7 +114,7 @@ def _subjects(chosen: Calibrating, models: Sequence[str]) -> list[Subject]:
         tasks = [_built_in(chosen, model) for model in named]
     else:
         given = {"script": chosen.script, "seed": chosen.seed, **chosen.arguments()}
-        task = find_task(Training(**given))
+        task = find_task(TrainingOptions(**given))
         tasks = [(task.name, task.reference, task.arguments)]
     check_seed(chosen.seed)
     check_real_workers(4)
@@ -127,7 +127,7 @@ def _subjects(chosen: Calibrating, models: Sequence[str]) -> list[Subject]:
     ]
 
 
-def _built_in(chosen: Calibrating, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _built_in(chosen: CalibrationOptions, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     one_of("model", model, (*MODELS, "wide"))
     arguments = {"steps": STEPS, **chosen.arguments(), "model": model}
     for name in ("steps", "batch_size"):
@@ -135,7 +135,7 @@ def _built_in(chosen: Calibrating, model: str) -> tuple[str, dict[str, Any], dic
     return model, BUILT_IN, arguments
 
 
-def _calibrate(screen: Screen, subject: Subject, chosen: Calibrating) -> Calibration:
+def _calibrate(screen: Screen, subject: Subject, chosen: CalibrationOptions) -> Calibration:
     from paceline.lab.calibrate.machine import Effort, calibrate
 
     screen.say(f"Measuring {subject.name} over {subject.transport}.")

@@ -64,7 +64,7 @@ Repeats = Annotated[int, Option("--repeats", help="How often each is timed.")]
 
 
 @dataclass(kw_only=True)
-class Output:
+class OutputOptions:
     """The options for a command's output."""
 
     json: Annotated[bool, Option("--json", help="Print one JSON object as the last line.")] = False
@@ -79,7 +79,7 @@ class Output:
 
 
 @dataclass(kw_only=True)
-class Training(Output):
+class TrainingOptions(OutputOptions):
     """The options for what is trained, and where the run is written."""
 
     script: Script = None
@@ -120,7 +120,7 @@ class Training(Output):
 
 
 @dataclass(kw_only=True)
-class Risks:
+class FaultOptions:
     """The options for faults and for what the run does about losses."""
 
     fault: Annotated[
@@ -152,7 +152,7 @@ class Risks:
 
 
 @dataclass(kw_only=True)
-class Saves:
+class CheckpointOptions:
     """The options for checkpoints."""
 
     checkpoint_steps: Annotated[
@@ -175,7 +175,7 @@ class Saves:
 
 
 @dataclass(kw_only=True)
-class Calibrating(Output):
+class CalibrationOptions(OutputOptions):
     """The options for a calibration."""
 
     script: Script = None
@@ -232,7 +232,7 @@ def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], 
                 name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
                 for name, kind in shared.items()
             }
-            output = next(each for each in made.values() if isinstance(each, Output))
+            output = next(each for each in made.values() if isinstance(each, OutputOptions))
             with errors_as_exit_codes(output):
                 body(**made, **given)
 
@@ -248,7 +248,7 @@ def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[st
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(annotation=hints[p.name], kind=kind) for p in own]
     every = [(each, f) for each in [*shared.values()][::-1] for f in fields(each)]
-    for each, f in sorted(every, key=lambda e: e[1].name in Output.__dataclass_fields__):
+    for each, f in sorted(every, key=lambda e: e[1].name in OutputOptions.__dataclass_fields__):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         hint = get_type_hints(each, include_extras=True)[f.name]
         parameters.append(inspect.Parameter(f.name, kind, default=default, annotation=hint))
@@ -257,7 +257,7 @@ def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[st
 
 
 @contextmanager
-def errors_as_exit_codes(output: Output) -> Iterator[None]:
+def errors_as_exit_codes(output: OutputOptions) -> Iterator[None]:
     """Print an error as one message, and exit with its exit code."""
     warnings.showwarning = _show_warning
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.options import Training
+from paceline.cli.options import TrainingOptions
 from paceline.common.files import FOLDER_MODE, reason_of
 from paceline.common.options import above, at_least, finite
 from paceline.common.reading import read_bytes
@@ -31,7 +31,7 @@ class Task:
     arguments: dict[str, Any]
 
 
-def find_task(chosen: Training) -> Task:
+def find_task(chosen: TrainingOptions) -> Task:
     """The task of a command; refuses a script or an argument that is wrong."""
     script, arguments = chosen.script, chosen.arguments()
     _check_numbers(arguments)

@@ -108,7 +108,7 @@ class CheckpointCoordinator:
         return Plan(folder=folder, steps=self._steps, minutes=self._minutes, resume=resume)
 
     @property
-    def latecomers(self) -> list[Fault]:
+    def late_joiners(self) -> list[Fault]:
         """Joins of the workers that the checkpoint lacks: they had been lost when it was made."""
         present = range(self._ranks) if self.start is None else self.start.ranks
         absent = [rank for rank in range(self._ranks) if rank not in present]

@@ -77,7 +77,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 limits=spec.limits,
                 on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
                 policy=policy if spec.shares_memory else None,
-                faults=[*spec.faults, *checkpoints.latecomers],
+                faults=[*spec.faults, *checkpoints.late_joiners],
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,

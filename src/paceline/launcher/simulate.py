@@ -62,7 +62,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         spec.size,
         seed=spec.seed,
         limits=spec.limits or Limits(),
-        faults=[*spec.all_faults, *checkpoints.latecomers],
+        faults=[*spec.all_faults, *checkpoints.late_joiners],
         homes=[spec.method.home(rank, spec.workers) for rank in range(spec.size)],
         losses=policy,
         on_event=recorder.event,

@@ -125,7 +125,7 @@ def _run(
         schedule.size,
         seed=schedule.seed,
         limits=schedule.limits,
-        faults=[*schedule.script, *(folder.coordinator.latecomers if folder else ())],
+        faults=[*schedule.script, *(folder.coordinator.late_joiners if folder else ())],
         homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
         losses=schedule.losses,
         start_s=0.0 if folder is None else folder.coordinator.start_s,
