@@ -120,7 +120,7 @@ class Cyclic(RingStrategy):
 
     @property
     def moves(self) -> bool:
-        """Whether workers push how far they went, and not gradients."""
+        """Whether workers push their moves, and not gradients."""
         return self.form == "move"
 
     def lr_factor(self, workers: int) -> float:
@@ -150,30 +150,30 @@ class Cyclic(RingStrategy):
         return self.pending >= self.max_accumulated
 
     def bring(self, x: Tensor) -> Tensor:
-        """The way from where this worker has begun; or its gradients since."""
+        """The move of this worker since its last turn, or its gradients."""
         if self.origin is None:
             a = x if self.accrued is None else self.accrued
             return a / self.pending if self.pending and self.scale == "mean" else a  # a_i / c_i
-        way = x - self.origin  # x_i - o_i
-        if self.pending and not self._admits(way):
+        move = x - self.origin  # x_i - o_i
+        if self.pending and not self._admits(move):
             self.replica.forget_moments()
             self.pending = 0
             x.copy_(self.origin)
-            way.zero_()
-        return way
+            move.zero_()
+        return move
 
-    def _admits(self, way: Tensor) -> bool:
-        """Whether a way is good; once this worker is set aside, what it went before counts."""
+    def _admits(self, move: Tensor) -> bool:
+        """Whether a move is good; what a worker did before it was set aside still counts."""
         if self.comm.rank in self.guard.aside:
-            return is_sound(way)
-        return self.guard.admits(norm(way), self.comm.rank, "move")
+            return is_sound(move)
+        return self.guard.admits(norm(move), self.comm.rank, "move")
 
     def begin_at(self, x: Tensor) -> None:
         if self.moves:
             self.origin = x.clone() if self.origin is None else self.origin.copy_(x)  # o_i <- w
 
     def keep(self, a: Tensor, x: Tensor) -> None:
-        """Go the way that was refused from the model that the first server has sent instead."""
+        """Make the move that was refused again, from the model that the first server sent."""
         if self.origin is not None:
             first = self.parts[0]
             self.origin[first].copy_(x[first])
@@ -181,17 +181,17 @@ class Cyclic(RingStrategy):
 
 
 class MoveServer(TokenServer):
-    """Moves its shard as far as the holder of the token went, divided by those in the ring."""
+    """Moves its shard by the move of the token's holder, divided by the workers in the ring."""
 
     def take(self, worker: int, request: Request, vector: Tensor) -> None:
         if request.batches:
-            ring = {*self.present(), worker}  # p is their number
+            ring = {*self.present(), worker}  # p workers
             self.shard.add_(vector, alpha=1 / len(ring))  # w <- w + (x_i - o_i) / p
             self.updated(request)
 
 
 class TurnServer(TokenServer, GradientServer):
-    """Steps its shard with the gradients that the holder of the token has brought."""
+    """Steps its shard with the gradients of the token's holder."""
 
     method: Cyclic
 

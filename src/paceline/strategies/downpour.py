@@ -84,7 +84,7 @@ class Downpour(PushStrategy):
     """
 
     paper: ClassVar[str] = "Dean et al., NIPS 2012"
-    state: ClassVar[tuple[str, ...]] = (*PushStrategy.state, "unheard")
+    state: ClassVar[tuple[str, ...]] = (*PushStrategy.state, "unconfirmed")
 
     push_interval: int = 1
     fetch_interval: int = 1
@@ -95,7 +95,7 @@ class Downpour(PushStrategy):
         super().__post_init__()
         at_least("push_interval", self.push_interval, 1)
         at_least("fetch_interval", self.fetch_interval, 1)
-        self.unheard = False
+        self.unconfirmed = False
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:
         pushed = {step for step in range(steps) if self._pushes(step)}
@@ -123,7 +123,7 @@ class Downpour(PushStrategy):
             self.fetch(x, self.comm)  # x_i <- w
 
     def flush(self, x: Tensor) -> None:
-        if self.pending or self.unheard:
+        if self.pending or self.unconfirmed:
             self._push(x)
 
     def _pushes(self, step: int) -> bool:
@@ -133,14 +133,14 @@ class Downpour(PushStrategy):
         return (step + 1) % self.fetch_interval == 0
 
     def _push(self, x: Tensor) -> None:
-        """Push what has accrued, and fetch the model that came of it."""
+        """Push what has accrued, and take the model that the servers reply with."""
         accrued = x if self.accrued is None else self.accrued
         self.exchange(accrued, x, batches=self.pending)  # w <- optimizer(w, a_i), x_i <- w
         self.pushed()  # a_i <- 0
-        self.unheard = False
+        self.unconfirmed = False
 
     def _push_and_go_on(self) -> None:
-        """Push without waiting; while the server has no room, go on adding up."""
+        """Push without waiting; if the server's mailbox is full, go on adding up."""
         if self.accrued is None or not self.pending:
             return
         for shard, version in enumerate(self.versions):
@@ -148,7 +148,7 @@ class Downpour(PushStrategy):
             if not self.send_request(shard, self.accrued, request, must=shard > 0):
                 return
         self.pushed()  # a_i <- 0
-        self.unheard = True
+        self.unconfirmed = True
 
 
 class DownpourServer(GradientServer):

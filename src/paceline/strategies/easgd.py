@@ -105,7 +105,7 @@ class EASGD(Elastic, ServerStrategy):
 
 
 class CenterServer(ShardServer):
-    """Holds a part of the center: an exchange moves it, and tells the worker by how much."""
+    """Holds a part of the center: a request moves it, and the reply says by how much."""
 
     method: EASGD
 
@@ -117,13 +117,13 @@ class CenterServer(ShardServer):
         else:
             e = (vector - self.shard).mul_(self.method.moving_rate)  # e = alpha (x_i - c)
             self.shard.add_(e)  # c <- c + e
-            self.updated(request._replace(version=self.version))  # read and moved in one
+            self.updated(request._replace(version=self.version))  # this update is never stale
             self.reply(worker, e)
 
     def size_of(self, vector: Tensor) -> float:
         return norm(vector - self.shard) * self.method.moving_rate
 
     def on_repeat(self, worker: int) -> None:
-        """By how much the worker was to move is lost: it does not, and one exchange is missed."""
+        """The move of the first reply is not known any more: the worker misses this exchange."""
         self.missed += 1
         self.reply(worker, self.shard.new_zeros(self.shard.shape))

@@ -316,13 +316,13 @@ class PushStrategy(ServerStrategy):
         if self.accrued is None:
             self.accrued = g.vector.new_zeros(g.vector.shape)
         if g.usable:
-            v = self.finished(g)
+            v = self.prepared(g)
             self.accrued += v
             self.pending += 1
             if local_move:
                 self.replica.plain_move(v)
 
-    def finished(self, g: Gradient) -> Tensor:
+    def prepared(self, g: Gradient) -> Tensor:
         """A gradient as it is pushed: clipped, and with its weight decay."""
         g = self.replica.clip(g)
         if self.coupled:
@@ -332,7 +332,7 @@ class PushStrategy(ServerStrategy):
         return g.vector
 
     def pushed(self) -> None:
-        """Begin to add up anew."""
+        """Clear what was pushed."""
         self.pending = 0
         self.given = []
         if self.accrued is not None:

@@ -90,7 +90,7 @@ class SSP(PushStrategy):
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        update = self.finished(g) if g.usable else x
+        update = self.prepared(g) if g.usable else x
         self.exchange(update, x, batches=g.usable)  # x_i <- w
         self.pushed()
 
@@ -99,7 +99,7 @@ class SSP(PushStrategy):
 
 
 class ClockServer(GradientServer):
-    """Answers a worker when it is at most ``bound`` steps ahead of the slowest."""
+    """Replies to a worker once it is at most ``bound`` steps ahead of the slowest."""
 
     method: SSP
 
@@ -109,14 +109,14 @@ class ClockServer(GradientServer):
 
     def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
         if request.join:
-            self.clocks[worker] = ABSENT  # it may be there from an earlier time
+            self.clocks[worker] = ABSENT  # it may have one from before
         self.clocks[worker] = self._slowest() if request.join else self.clocks[worker] + 1
         self.step(request, vector)  # w <- optimizer(w, g_i)
         if request.last:
             self.on_leave(worker)
         if not request.batches:
-            self.publish()  # a successor has to know who takes part, and how far each is
-        self._answer_later(worker)
+            self.publish()  # the clocks have changed, and a new server must know them
+        self._reply_later(worker)
 
     def on_leave(self, worker: int) -> None:
         super().on_leave(worker)
@@ -124,9 +124,9 @@ class ClockServer(GradientServer):
         self._release()
 
     def on_repeat(self, worker: int) -> None:
-        self._answer_later(worker)
+        self._reply_later(worker)
 
-    def _answer_later(self, worker: int) -> None:
+    def _reply_later(self, worker: int) -> None:
         self.waiting.add(worker)
         self._release()
 
@@ -134,7 +134,7 @@ class ClockServer(GradientServer):
         return min((self.clocks[worker] for worker in self.present()), default=0)
 
     def _release(self) -> None:
-        """Answer those that are no longer too far ahead."""
+        """Reply to the workers that are no longer too far ahead."""
         slowest = self._slowest()
         for worker in sorted(self.waiting):
             if self.clocks[worker] - slowest <= self.method.bound:  # c_i - min_j c_j <= s
