@@ -7,9 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.packet import Packet
 from paceline.common.options import at_least
-from paceline.strategies.pairs import PairStrategy, candidates, draw
+from paceline.strategies.pairs import Note, PairStrategy, candidates, draw
 from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
@@ -123,18 +122,16 @@ class ADPSGD(PairStrategy):
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""
-        for peer, message, _ in self.comm.poll(self.like(x), MOVE):
-            note, move = self.unwrap(message, x)
+        for peer, move, header in self.comm.poll(x, MOVE):
             if self.guard.admits(norm(move), peer, "move"):
                 x.add_(move)
             self.open.pop(peer, None)
-            self.stale.note(self.steps - round(note.steps))
-        for peer, message, _ in self.comm.poll(self.like(x), OFFER):
-            note, theirs = self.unwrap(message, x)
+            self.stale.note(self.steps - Note.of(header).steps)
+        for peer, theirs, header in self.comm.poll(x, OFFER):
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
             if not self.trusts(peer, move, theirs, x):
                 move.zero_()
-            if self.comm.post(Packet.of(note, move).buffer, peer, MOVE):
+            if self.comm.post(move, peer, MOVE, header):
                 x.sub_(move)
 
     def _offer(self, x: Tensor) -> None:
@@ -152,7 +149,7 @@ class ADPSGD(PairStrategy):
         if peer is None:
             return
         life = self.comm.incarnation(peer)
-        if self.comm.post(self.wrap(x), peer, OFFER):
+        if self.comm.post(x, peer, OFFER, self.note()):
             self.open[peer] = life
 
     def _forget_lost(self, live: Collection[int]) -> None:

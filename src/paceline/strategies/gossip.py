@@ -10,7 +10,7 @@ from paceline.comm.ports import Message
 from paceline.common.options import at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
-from paceline.strategies.pairs import PairStrategy, average, candidates, draw
+from paceline.strategies.pairs import Note, PairStrategy, average, candidates, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,22 +142,22 @@ class Gossip(PairStrategy):
         """Exchange models, if that is due now; return those to average with."""
         peer = self._pick_peer() if self.is_due(self.comm.rank) else None
         if self.mode == "pull":
-            seen = None if peer is None else self.comm.peek(peer, self.like(x))
-            arrived = [] if peer is None or seen is None else [Message(peer, seen.x)]
+            seen = None if peer is None else self.comm.peek(peer, x)
+            arrived = [] if peer is None or seen is None else [Message(peer, seen.x, seen.header)]
         else:
             if peer is not None:
-                self.comm.post(self.wrap(x), peer, MODEL)
-            arrived = self.comm.poll(self.like(x), MODEL)
-        return [model for message in arrived for model in self._open(message.src, message.x, x)]
+                self.comm.post(x, peer, MODEL, self.note())
+            arrived = self.comm.poll(x, MODEL)
+        return [message.x for message in arrived if self._admits(message, x)]
 
     def _pick_peer(self) -> int | None:
         rank = self.comm.rank
         return draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
 
-    def _open(self, peer: int, message: Tensor, x: Tensor) -> list[Tensor]:
-        """The model in a message, if it can be trusted; note how old it is."""
-        note, model = self.unwrap(message, x)
-        if not self.trusts(peer, model - x, model, x):
-            return []
-        self.stale.note(len(self.step_times) - bisect_right(self.step_times, note.time_s))
-        return [model]
+    def _admits(self, message: Message, x: Tensor) -> bool:
+        """Whether the model in a message can be trusted; if so, count how old it is."""
+        if not self.trusts(message.src, message.x - x, message.x, x):
+            return False
+        written_s = Note.of(message.header).time_s
+        self.stale.note(len(self.step_times) - bisect_right(self.step_times, written_s))
+        return True

@@ -48,15 +48,13 @@ class GossipSync(Gossip):
         by_others = picks.who_picked.get(self.comm.rank, [])
         sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
         for target in targets:
-            self.comm.post(self.wrap(x), target, MODEL)
+            self.comm.post(x, target, MODEL, self.note())
         return [model for source in sources for model in self._receive_model(source, x)]
 
     def _receive_model(self, source: int, x: Tensor) -> list[Tensor]:
-        message = self.receive(source, self.like(x), MODEL)
-        if message is None:
-            return []
-        _, model = self.unwrap(message, x)
-        return [model] if self.trusts(source, model - x, model, x) else []
+        model = self.receive(source, x, MODEL)
+        trusted = model is not None and self.trusts(source, model - x, model, x)
+        return [model] if model is not None and trusted else []
 
     def _agree_on_peers(self, trains: bool) -> tuple[int, ...]:
         """The workers that are there; nobody, when all have come to their end."""

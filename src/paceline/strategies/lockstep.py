@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
 
-# The weight of an all-reduce carries three counts: samples below ODD, then flags. There is room for
-# 1 << 29 samples of each of 1 << 11 workers.
-ODD = 1 << 40
-BEHIND = 1 << 52
+ODD, BEHIND = 1, 2
+"""Flags of an all-reduce: a worker lacks a gradient or found a bad one; a worker has no data left
+while others have."""
 
 
 @dataclass(kw_only=True)
@@ -81,16 +80,15 @@ class Lockstep(Strategy):
     ) -> tuple[int, bool]:
         """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``.
 
-        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead. Who is
-        odd and has no weight hands in zeros.
+        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead. For a
+        worker that contributes nothing ``v`` becomes zero when nobody does.
         """
         if self._behind or (odd and not weight):
             v.zero_()
-        own = weight + ODD * odd + BEHIND * self._behind
-        mean = None if unit is None else lambda total: unit / (total % ODD or unit)
-        total = self.comm.all_reduce(v, own, mean).weight
-        self._someone_behind = total >= BEHIND
-        return total % ODD, total % BEHIND >= ODD
+        mean = None if unit is None else lambda total: unit / total
+        total = self.comm.all_reduce(v, weight, mean, ODD * odd | BEHIND * self._behind)
+        self._someone_behind = bool(total.flags & BEHIND)
+        return total.weight, bool(total.flags & ODD)
 
     def average_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
         """Make ``x`` the mean over the workers; return whether anybody contributed."""
@@ -171,9 +169,8 @@ def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:
     Any number would do. In this one, contributions of equal batches are added up as they are.
     """
     nothing = like.new_zeros(0)
-    total = workers.all_reduce(
-        nothing, weight
-    ).weight  # the wait for the others is one, and is charged
+    # The wait for the others happens here, and is charged.
+    total = workers.all_reduce(nothing, weight).weight
     contributors = workers.off_meter().all_reduce(nothing, int(weight > 0)).weight
     return max(1, total // contributors) if contributors else 0
 

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.comm.packet import Packet
 from paceline.comm.ports import Lost
 from paceline.common.seeds import stream
 from paceline.errors import PeersGone
@@ -27,10 +27,23 @@ if TYPE_CHECKING:
 
 
 class Note(NamedTuple):
-    """The numbers that go with a model: when it was written, and after how many steps."""
+    """What goes with a model: when it was written, and after how many steps of its worker."""
 
     time_s: float
-    steps: float
+    steps: int
+
+    @property
+    def header(self) -> bytes:
+        """The note as the header of a message."""
+        return _NOTE.pack(*self)
+
+    @classmethod
+    def of(cls, header: bytes) -> Note:
+        """The note in the header of a message."""
+        return cls(*_NOTE.unpack(header))
+
+
+_NOTE = Struct("<dq")
 
 
 @dataclass(kw_only=True)
@@ -47,7 +60,7 @@ class PairStrategy(Strategy):
 
     def exchange_bytes(self, nbytes: int) -> int:
         """What one message with a model sends."""
-        return nbytes + 8 * len(Note._fields)
+        return nbytes + _NOTE.size
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
@@ -59,9 +72,9 @@ class PairStrategy(Strategy):
         for peer in sorted(self.live_workers(), key=lambda peer: peer in stopped):
             if peer == self.comm.rank:
                 continue
-            seen = self.comm.peek(peer, self.like(x))
-            if seen is not None and is_sound(model := self.unwrap(seen[1], x)[1]):
-                x.copy_(model)
+            seen = self.comm.peek(peer, x)
+            if seen is not None and is_sound(seen.x):
+                x.copy_(seen.x)
                 self.show(x)
                 return
         raise PeersGone  # nobody is left whose model it could take
@@ -77,10 +90,10 @@ class PairStrategy(Strategy):
 
     def answer(self, x: Tensor) -> Tensor:
         """The mean of those alive, each as it last published; of this one, as it is."""
-        look, like, models = self.comm.off_meter(), self.like(x), [x]
+        look, models = self.comm.off_meter(), [x]
         for peer in self._running():
-            if peer != self.comm.rank and (seen := look.peek(peer, like)) is not None:
-                models.append(self.unwrap(seen[1], x)[1])
+            if peer != self.comm.rank and (seen := look.peek(peer, x)) is not None:
+                models.append(seen.x)
         first, *others = [model for model in models if is_sound(model)] or [x]
         mean = first.clone()
         average(mean, others)
@@ -148,20 +161,11 @@ class PairStrategy(Strategy):
 
     def show(self, x: Tensor) -> None:
         """Let others read this model."""
-        self.comm.publish(self.wrap(x))
+        self.comm.publish(x, self.note())
 
-    def wrap(self, x: Tensor) -> Tensor:
-        """A message with a model and its note."""
-        return Packet.of(Note(self.comm.clock.now(), self.steps), x).buffer
-
-    def unwrap(self, message: Tensor, x: Tensor) -> tuple[Note, Tensor]:
-        """The note and the model of a message."""
-        packet = Packet(message, len(Note._fields), x.dtype)
-        return Note(*packet.numbers.tolist()), packet.vector
-
-    def like(self, x: Tensor) -> Tensor:
-        """Room for a message."""
-        return Packet.empty(len(Note._fields), x).buffer
+    def note(self) -> bytes:
+        """The header of a message with this worker's model."""
+        return Note(self.comm.clock.now(), self.steps).header
 
 
 # Peers -------------------------------------------------------------------------------------------

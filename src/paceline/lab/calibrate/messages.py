@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.comm import Comm
-from paceline.comm.packet import Packet
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.lab.calibrate.clock import queued_s
-from paceline.lab.calibrate.steps import NUMBERS
+from paceline.lab.calibrate.steps import HEADER_BYTES
 from paceline.launcher.rank_process import Channel, Message
 from paceline.launcher.supervisor import run_ranks
 from paceline.strategies.pairs import average
@@ -100,14 +99,13 @@ def _clocks() -> Repeat:
 
 def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
     x = ports.collectives.allocate(numel, torch.empty(0))
-    numbers, peer = [1.0] * NUMBERS, 1 - comm.rank
+    header, peer = bytes(HEADER_BYTES), 1 - comm.rank
 
     def post() -> None:
-        comm.post(Packet.of(numbers, x).buffer, peer)
+        comm.post(x, peer, header=header)
 
     def receive() -> None:
-        message = comm.recv(Packet.empty(NUMBERS, x).buffer, peer)
-        x.copy_(Packet(message, NUMBERS, x.dtype).vector)
+        x.copy_(comm.recv(x, peer))
 
     def round_trip() -> None:
         first, second = (post, receive) if comm.rank == 0 else (receive, post)
@@ -115,12 +113,12 @@ def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
         second()
 
     def publish() -> None:
-        comm.publish(Packet.of(numbers, x).buffer)
+        comm.publish(x, header)
 
     def peek() -> None:
-        read = comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
+        read = comm.peek(peer, x)
         assert read is not None, "both ranks have published"
-        average(x, [Packet(read[1], NUMBERS, x.dtype).vector])
+        average(x, [read.x])
 
     publish()
     return {

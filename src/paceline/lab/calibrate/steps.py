@@ -19,7 +19,6 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.comm.metered import MeteredPorts
-from paceline.comm.packet import Packet
 from paceline.comm.ports import Ports
 from paceline.common.reference import Reference, find, refer_to
 from paceline.common.seeds import seed_user_generators
@@ -51,8 +50,8 @@ EXCHANGES: dict[str, tuple[str, ...]] = {
 """The exchanges that follow steps in turn, and the kinds of work in each."""
 WORK_KINDS = tuple(kind for kinds in EXCHANGES.values() for kind in kinds)
 """The kinds of work that a worker's own core does."""
-NUMBERS = 6
-"""How many numbers accompany a vector in a message, as strategies send them."""
+HEADER_BYTES = 48
+"""How large the header of a message is, about as strategies send them."""
 LEAST_STEPS = 8
 """At least this many steps are timed, however long they take."""
 
@@ -151,7 +150,7 @@ class Probe(Downpour):
         super().setup(x)
         if self.comm.rank < self.workers:
             self._worker_group = self.comm.group(range(self.workers))
-            self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
+            self.comm.publish(x, bytes(HEADER_BYTES))
             self._worker_group.barrier()
 
     def step(self, x: Tensor, g: Gradient) -> None:
@@ -177,12 +176,12 @@ class Probe(Downpour):
 
     def _window(self, x: Tensor) -> None:
         with self._clock.working("publish"):
-            self.comm.publish(Packet.of([0.0] * NUMBERS, x).buffer)
+            self.comm.publish(x, bytes(HEADER_BYTES))
         with self._clock.working("peek"):
             peer = (self.comm.rank + 1) % self.workers
-            read = self.comm.peek(peer, Packet.empty(NUMBERS, x).buffer)
+            read = self.comm.peek(peer, x)
             assert read is not None, "every worker has published, and ends with the others"
-            average(x, [Packet(read[1], NUMBERS, x.dtype).vector])
+            average(x, [read.x])
 
     def _mail(self, x: Tensor) -> None:
         with self._clock.working("post"):

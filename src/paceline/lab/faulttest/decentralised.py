@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.packet import Packet
 from paceline.comm.ports import Published
 from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.model.gradient import Gradient
 from paceline.strategies.adpsgd import ADPSGD, MOVE
 from paceline.strategies.gossip import MODEL, Gossip
-from paceline.strategies.pairs import Note, PairStrategy
+from paceline.strategies.pairs import PairStrategy
 from paceline.training.session import Session
 
 
@@ -40,14 +39,14 @@ class Averages(Observer):
 
     def took(self, rank: int, src: int, tag: int, x: Tensor) -> None:
         if tag == (MODEL if isinstance(self.schedule.method, Gossip) else MOVE):
-            self._received[rank].append(_vector_of(x))
+            self._received[rank].append(x.clone())
 
     def peeked(self, rank: int, src: int, seen: Published) -> None:
-        self._received[rank].append(_vector_of(seen.x))
+        self._received[rank].append(seen.x.clone())
 
     def posted(self, src: int, dst: int, tag: int, x: Tensor) -> None:
         if isinstance(self.schedule.method, ADPSGD) and tag == MOVE:
-            self._sent[src].append(_vector_of(x))
+            self._sent[src].append(x.clone())
 
     def _update(self, session: Session, inner: Any, g: Gradient) -> None:
         assert session.stepper is not None
@@ -81,8 +80,3 @@ class Averages(Observer):
         if session.strategy.order == "parallel":
             return end + (torch.stack([before, *received]).mean(0) - before)
         return torch.stack([end, *received]).mean(0)
-
-
-def _vector_of(message: Tensor) -> Tensor:
-    """The model, or the move, that a message carries."""
-    return Packet(message, len(Note._fields), torch.float64).vector.clone()
