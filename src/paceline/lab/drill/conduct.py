@@ -135,7 +135,7 @@ def conduct(
     else:
         _OTHER_KINDS[scenario.kind](report, scenario, virtual)
     if leftovers is not None:
-        report.failures += [f"leftover: {what}" for what in leftovers.remaining()]
+        report.failures += [f"leftover: {thing}" for thing in leftovers.remaining()]
     report.seconds = time.monotonic() - began_s
     return report
 
@@ -266,23 +266,23 @@ def _events_text(result: Result) -> str:
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
 
-def _expect_equal(report: CaseReport, what: str, actual: int, expected: int | None) -> None:
+def _expect_equal(report: CaseReport, quantity: str, actual: int, expected: int | None) -> None:
     if expected is not None and actual != expected:
-        report.failures.append(f"{actual} {what}, not {expected}")
+        report.failures.append(f"{actual} {quantity}, not {expected}")
 
 
 def _expect_at_most(
-    report: CaseReport, what: str, actual: float | None, limit: float | None
+    report: CaseReport, quantity: str, actual: float | None, limit: float | None
 ) -> None:
     if limit is not None and actual is not None and actual > limit:
-        report.failures.append(f"{actual:.2f} {what}, more than {limit}")
+        report.failures.append(f"{actual:.2f} {quantity}, more than {limit}")
 
 
 def _expect_at_least(
-    report: CaseReport, what: str, actual: float | None, limit: float | None
+    report: CaseReport, quantity: str, actual: float | None, limit: float | None
 ) -> None:
     if limit is not None and actual is not None and actual < limit:
-        report.failures.append(f"{actual:.2f} {what}, less than {limit}")
+        report.failures.append(f"{actual:.2f} {quantity}, less than {limit}")
 
 
 # An error in the user's code ---------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
     comm = worker._session.world  # it includes servers
     alive = comm.alive()
     reached = all(
-        int(rank) in alive and comm.incarnation(int(rank)) >= life
-        for rank, life in incarnations.items()
+        int(rank) in alive and comm.incarnation(int(rank)) >= number
+        for rank, number in incarnations.items()
     )
     return not reached and comm.clock.now() < PATIENCE_S
