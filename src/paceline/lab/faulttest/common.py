@@ -18,7 +18,7 @@ from paceline.training.session import Session
 Batch = tuple[int, int, int]
 
 
-class Members(Observer):
+class MemberViews(Observer):
     """The membership number never falls; all see the same members; each member has its state."""
 
     number = 0
@@ -102,7 +102,7 @@ class Messages(Observer):
             )
 
 
-class Windows(Observer):
+class WindowVersions(Observer):
     """A window's versions count up; a reader sees what was published, and never goes back."""
 
     def __init__(self, *args: Any) -> None:

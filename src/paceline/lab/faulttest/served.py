@@ -345,7 +345,7 @@ class Pushes(Observer):
                     )
 
 
-class Elastic(Observer):
+class ElasticMoves(Observer):
     """EASGD: the center moves towards a worker as far as the worker moves towards the center."""
 
     def __init__(self, *args: Any) -> None:

@@ -17,18 +17,18 @@ from paceline.lab.faulttest.common import (
     BatchDelivery,
     Completion,
     FiniteValues,
-    Members,
+    MemberViews,
     Messages,
     StepCounts,
     Sums,
     Traffic,
-    Windows,
+    WindowVersions,
 )
 from paceline.lab.faulttest.decentralised import Averages
 from paceline.lab.faulttest.lockstep import Means, Replicas
 from paceline.lab.faulttest.power import CheckpointFolder, Image
 from paceline.lab.faulttest.schedule import Schedule
-from paceline.lab.faulttest.served import Bound, Elastic, Pushes, Tokens
+from paceline.lab.faulttest.served import Bound, ElasticMoves, Pushes, Tokens
 from paceline.lab.faulttest.still import AtRest
 from paceline.lab.faulttest.training import train
 from paceline.lab.faulttest.watched import (
@@ -48,9 +48,9 @@ from paceline.training.listener import Listener
 from paceline.training.session import Session
 
 OBSERVERS: tuple[type[Observer], ...] = (
-    Members,
+    MemberViews,
     Messages,
-    Windows,
+    WindowVersions,
     BatchDelivery,
     Sums,
     FiniteValues,
@@ -61,7 +61,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
     Replicas,
     Means,
     Pushes,
-    Elastic,
+    ElasticMoves,
     Bound,
     Tokens,
     Averages,
