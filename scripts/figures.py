@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/figures.py
 
-Prints one JSON object. Code lines are lines without docstrings, comments and blanks.
+Prints one JSON object. Code lines are lines without docstrings, comments, blanks, and the texts
+that methods have for their users (``about``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def code_lines(path: Path) -> int:
     lines = {line for token in code for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(text)):
         match node:  # a docstring, or a text below an assignment
-            case ast.Expr(value=ast.Constant(value=str())):
+            case (
+                ast.Expr(value=ast.Constant(value=str()))
+                | ast.Assign(value=ast.Call(func=ast.Name(id="About")))
+            ):
                 lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
     return len(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import re
 import sys
@@ -14,6 +13,7 @@ import paceline as pl
 from paceline.cli import main
 from paceline.cli.about import IN_JSON, SHOWN, parts_of
 from paceline.strategies import STRATEGIES, describe, strategy_class
+from paceline.strategies.about import About
 
 KEYS = {"name", "summary", "paper", "options", "synchronous", "servers"}
 TEXTS = {"idea", "equations", "faults", "bytes", "when_to_use", "reference"}
@@ -51,7 +51,7 @@ def test_a_docstring_has_every_part(name):
     wanted = {*IN_JSON, "Symbols", "Example", *(["Args"] if facts["options"] else [])}
     assert wanted <= set(parts) <= {"Summary", *SHOWN}
     assert "Notes" not in parts, "a paragraph belongs to no heading"
-    assert "Reference:" in inspect.getdoc(strategy_class(name))
+    assert strategy_class(name).about.reference
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -174,9 +174,12 @@ class Plain(Bare):
 
     - one
     - two
-
-    Faults: ``wide`` is not changed, see :meth:`~paceline.Strategy.step`.
     """
+
+    about = About(
+        faults="""wide is not changed,
+        see step."""
+    )
 
     wide: dict[int, float] = dataclasses.field(default_factory=dict)
 

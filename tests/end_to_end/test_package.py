@@ -24,8 +24,8 @@ from paceline.strategies.base import Strategy
 ROOT = Path(pl.__file__).parent
 SHARED = [
     f"paceline.strategies.{name}"
-    for name in ("base", "elastic", "lockstep", "packing", "pairs", "place", "ring", "rounds")
-    + ("served", "server", "service", "toolbox")
+    for name in ("about", "base", "elastic", "lockstep", "packing", "pairs", "place", "ring")
+    + ("rounds", "served", "server", "service", "toolbox")
 ]
 
 
@@ -320,14 +320,19 @@ def test_a_strategys_docstring_has_its_parts_in_order(name):
         "update": r"^\.\. math::",
         "arguments": r"^Args:$" if dataclasses.fields(cls) else "",
         "example": r"^Example:$",
-        "faults": r"^Faults: (.|\n)*\bdead\b",
-        "bytes": r"^Bytes: ",
-        "reference": r"^Reference: " if "baseline" not in cls.paper else "",
     }
     places = {part: re.search(rule, text, re.M) for part, rule in parts.items() if rule}
     assert not [part for part, place in places.items() if place is None]
     starts = [place.start() for place in places.values()]
     assert starts == sorted(starts), list(places)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_tells_users_what_they_must_know(name):
+    about = strategy_class(name).about
+    assert re.search(r"\bdead\b", about.faults)
+    assert all(dataclasses.astuple(about))
+    assert not [text for text in dataclasses.astuple(about) if "`" in text or not text[0].isupper()]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -1,7 +1,7 @@
-"""``paceline strategies``: explain the methods, from their docstrings and fields.
+"""``paceline strategies``: explain the methods, from their docstrings, fields and ``about``.
 
 A docstring is reStructuredText in paragraphs: a summary, the idea, a table of symbols, equations,
-then paragraphs that begin with a heading such as ``Faults:``. They are shown without markup.
+then ``Args:`` and ``Example:``. They are shown without markup.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 from paceline.cli.screen import Screen
 from paceline.strategies import describe, strategy_class, strategy_names, without_markup
 
-NAMED = ("Args", "Example", "Faults", "Bytes", "When to use", "Reference")
+NAMED = ("Args", "Example")
 """The headings that appear in docstrings."""
-SHOWN = ("Idea", "Symbols", "Equations", "Args", "Example", "Notes", *NAMED[2:])
+ABOUT = ("Faults", "Bytes", "When to use", "Reference")
+"""The headings of the texts in ``about``."""
+SHOWN = ("Idea", "Symbols", "Equations", "Args", "Example", "Notes", *ABOUT)
 """All headings, in the order in which they are shown."""
-IN_JSON = ("Idea", "Equations", *NAMED[2:])
+IN_JSON = ("Idea", "Equations", *ABOUT)
 """The headings in the output of ``--json``, each as a text."""
 
 Parts = dict[str, list[str]]
@@ -71,14 +73,16 @@ def _show_part(screen: Screen, title: str, lines: Iterator[str], width: int) -> 
 
 
 def parts_of(name: str) -> Parts:
-    """The paragraphs of a method's docstring, by heading."""
+    """The paragraphs of a method's docstring, and its other texts, by heading."""
     cls = strategy_class(name)
     parts: Parts = {}
     heading = ""
     for paragraph in re.split(r"\n\s*\n", (inspect.getdoc(cls) or "").strip()):
         heading = _heading(paragraph, heading)
         parts.setdefault(heading, []).append(paragraph)
-    return {"Reference": [cls.paper], **parts} if cls.paper else parts
+    about = cls.about
+    texts = (about.faults, about.bytes, about.when_to_use, about.reference or cls.paper)
+    return parts | {name: [text] for name, text in zip(ABOUT, texts, strict=True) if text}
 
 
 def _heading(paragraph: str, previous: str) -> str:
@@ -95,9 +99,7 @@ def _lines(paragraph: str) -> list[str]:
     body = _HEADING.sub("", paragraph)
     if paragraph.startswith(_PREFORMATTED):
         return textwrap.dedent(body.strip("\n")).splitlines()
-    text = without_markup(" ".join(body.split()))
-    headed = body != paragraph and not body.strip().startswith("`")
-    return [text[:1].upper() + text[1:] if headed else text]
+    return [without_markup(" ".join(body.split()))]
 
 
 def _rows(table: str) -> list[tuple[str, str]]:

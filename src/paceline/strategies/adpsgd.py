@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.common.options import at_least
+from paceline.strategies.about import About
 from paceline.strategies.pairs import Note, PairStrategy, candidates, draw
 from paceline.strategies.toolbox.guard import norm
 
@@ -62,23 +63,24 @@ class ADPSGD(PairStrategy):
         >>> run = pl.simulate(train, workers=2, strategy="adpsgd")
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
-
-    Faults: a slow worker answers late and delays nobody. One that is dead or stopped, or has come
-    to the end of its data, is not picked. An offer that a dead one has not answered moves nobody;
-    one at its end answers at the very end, and its offerer makes others meanwhile. A worker that
-    comes late takes the model of a live peer and takes part.
-
-    Bytes: one model each way for each exchange (with 16 bytes more), whatever the number of
-    workers; and one model each at the end, for the mean.
-
-    When to use: machines of unequal speed, links with no center. Unlike gossip it keeps the mean of
-    all models, and so drifts less. The learning rate is that of a worker's own batch (factor 1).
-
-    Reference: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient
-    descent", ICML 2018, algorithm 1; there a thread on each worker averages in its place.
     """
 
     paper = "Lian, Zhang, Zhang, Liu, ICML 2018"
+    about = About(
+        faults="""A slow worker answers late and delays nobody. One that is dead or stopped, or
+        has come to the end of its data, is not picked. An offer that a dead one has not
+        answered moves nobody; one at its end answers at the very end, and its offerer makes
+        others meanwhile. A worker that comes late takes the model of a live peer and takes
+        part.""",
+        bytes="""One model each way for each exchange (with 16 bytes more), whatever the number
+        of workers; and one model each at the end, for the mean.""",
+        when_to_use="""Machines of unequal speed, links with no center. Unlike gossip it keeps
+        the mean of all models, and so drifts less. The learning rate is that of a worker's own
+        batch (factor 1).""",
+        reference="""Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic
+        gradient descent", ICML 2018, algorithm 1; there a thread on each worker averages in its
+        place.""",
+    )
     synchronous = False
     state = ("steps", "open")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.model.gradient import Gradient
+from paceline.strategies.about import About
 from paceline.strategies.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -42,23 +43,22 @@ class AllReduce(Lockstep):
         ...     worker.log(weight=model.weight.item())
         >>> pl.simulate(train, workers=3, strategy="allreduce").metrics[0]["weight"]
         -1.0
-
-    Faults: a slow worker slows all to its pace. A dead or stopped one ends the run, naming it; or,
-    with ``on_loss="continue"``, the others go on, with the mean over those who are left. A worker
-    that runs out of data takes part with weight 0 until all have; it ends with the same
-    parameters. A gradient that a scaler finds infinite on one worker makes all skip that step; one
-    that the guard drops has weight 0.
-
-    Bytes: each worker hands in the size of the gradient at each step.
-
-    When to use: fast links, equal machines, few workers. The learning rate is that of one large
-    batch (factor 1).
-
-    Reference: the baseline of the papers of the other methods. Goyal et al., "Accurate, large
-    minibatch SGD: training ImageNet in 1 hour", 2017, tell how to choose its learning rate.
     """
 
     paper = "synchronous SGD, the baseline of all four papers"
+    about = About(
+        faults="""A slow worker slows all to its pace. A dead or stopped one ends the run,
+        naming it; or, with on_loss="continue", the others go on, with the mean over those who
+        are left. A worker that runs out of data takes part with weight 0 until all have; it
+        ends with the same parameters. A gradient that a scaler finds infinite on one worker
+        makes all skip that step; one that the guard drops has weight 0.""",
+        bytes="""Each worker hands in the size of the gradient at each step.""",
+        when_to_use="""Fast links, equal machines, few workers. The learning rate is that of one
+        large batch (factor 1).""",
+        reference="""The baseline of the papers of the other methods. Goyal et al., "Accurate,
+        large minibatch SGD: training ImageNet in 1 hour", 2017, tell how to choose its learning
+        rate.""",
+    )
     equal_rates = True
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:

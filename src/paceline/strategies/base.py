@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import UsageError
+from paceline.strategies.about import About
 from paceline.strategies.place import Place
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Traits(Place):
 
     Class attributes:
         paper: the reference, in one line.
+        about: what users read beside the docstring.
         synchronous: whether workers wait for each other; shards the data, and not a queue, then.
         uses_gradient: whether ``step`` reads ``g.vector``; otherwise it is not gathered.
         defers: whether a step may leave work to ``settle``.
@@ -42,6 +44,7 @@ class Traits(Place):
     """
 
     paper: ClassVar[str] = ""
+    about: ClassVar[About] = About()
     synchronous: ClassVar[bool] = True
     uses_gradient: ClassVar[bool] = True
     defers: ClassVar[bool] = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.common.options import at_least
 from paceline.errors import UsageError
+from paceline.strategies.about import About
 from paceline.strategies.ring import RingStrategy, TokenServer
 from paceline.strategies.server import GradientServer
 from paceline.strategies.service import Request
@@ -77,28 +78,29 @@ class Cyclic(RingStrategy):
         >>> run = pl.simulate(train, workers=2, strategy=fixed)
         >>> [m["weight"] for m in run.metrics]  # each goes half its way
         [-0.5, -1.5]
-
-    Faults: a slow worker lets the others go on, until they have ``max_accumulated`` and wait for
-    it (the fixed method always waits). When the holder is dead, or stopped for too long, the server
-    makes a new token of a higher generation for the next worker, and refuses pushes under an older
-    one; what they brought stays with their worker until its next turn. Who has come to its end is
-    skipped. A worker that comes late fetches the model and enters the ring at its place. A lost
-    server is followed by another, which goes on where it was, with a new token.
-
-    Bytes: each turn sends and is sent the size of the model (and a few numbers), and passes on a
-    token of 16.
-
-    When to use: machines of lastingly unequal speed, and a link to the server that must not choke.
-    The token is looked for when a mini-batch ends, so that equal workers bring about p/2 batches to
-    each turn. Moves do not mind, and want the learning rate of one large batch (factor 1).
-    Gradients do: the means of c batches, p - 1 updates old, want about 1/p of that rate (factor
-    1/p), and come c times less far with the same samples; ``max_accumulated=1`` suits them.
-
-    Reference: Hu et al., "Dynamic delay based cyclic gradient update method for distributed
-    training", PRCV 2018; fixed: Langford, Smola, Zinkevich, "Slow learners are fast", NIPS 2009.
     """
 
     paper: ClassVar[str] = "Hu et al., PRCV 2018"
+    about = About(
+        faults="""A slow worker lets the others go on, until they have max_accumulated and wait
+        for it (the fixed method always waits). When the holder is dead, or stopped for too
+        long, the server makes a new token of a higher generation for the next worker, and
+        refuses pushes under an older one; what they brought stays with their worker until its
+        next turn. Who has come to its end is skipped. A worker that comes late fetches the
+        model and enters the ring at its place. A lost server is followed by another, which goes
+        on where it was, with a new token.""",
+        bytes="""Each turn sends and is sent the size of the model (and a few numbers), and
+        passes on a token of 16.""",
+        when_to_use="""Machines of lastingly unequal speed, and a link to the server that must
+        not choke. The token is looked for when a mini-batch ends, so that equal workers bring
+        about p/2 batches to each turn. Moves do not mind, and want the learning rate of one
+        large batch (factor 1). Gradients do: the means of c batches, p - 1 updates old, want
+        about 1/p of that rate (factor 1/p), and come c times less far with the same samples;
+        max_accumulated=1 suits them.""",
+        reference="""Hu et al., "Dynamic delay based cyclic gradient update method for
+        distributed training", PRCV 2018; fixed: Langford, Smola, Zinkevich, "Slow learners are
+        fast", NIPS 2009.""",
+    )
     state: ClassVar[tuple[str, ...]] = (*RingStrategy.state, "origin")
 
     form: Literal["move", "gradient"] = "move"

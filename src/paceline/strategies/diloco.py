@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.common.options import positive
 from paceline.errors import UsageError
+from paceline.strategies.about import About
 from paceline.strategies.lockstep import Periodic
 
 if TYPE_CHECKING:
@@ -55,25 +56,24 @@ class DiLoCo(Periodic):
         >>> run = pl.simulate(train, workers=2, strategy=method)
         >>> [round(m["weight"], 3) for m in run.metrics]  # 0.5 * (1.5 + 0.9 * 1.5)
         [-1.425, -1.425]
-
-    Faults: a slow worker slows all to its pace at each outer step. A dead or stopped one ends the
-    run, naming it; or, with ``on_loss="continue"``, the others go on, without its last steps. A
-    worker that runs out of data adds its last steps to the next outer step and then takes part with
-    weight 0; it ends with the same parameters.
-
-    Bytes: each worker hands in the size of the model every H steps.
-
-    When to use: very slow links and equal machines. The inner learning rate does not depend on the
-    number of workers (factor 1). But the outer momentum carries every outer step up to 1 / (1 - mu)
-    times as far, so that it wants to be about half of what plain averaging (``sasgd``) bears: at
-    the same rate this method loses 3 to 4 points of accuracy on the built-in task, and at half of
-    it none. ``outer_lr=1, outer_momentum=0`` is plain averaging.
-
-    Reference: Douillard et al., "DiLoCo: distributed low-communication training of language
-    models", 2023, algorithm 1.
     """
 
     paper = "Douillard et al., 2023"
+    about = About(
+        faults="""A slow worker slows all to its pace at each outer step. A dead or stopped one
+        ends the run, naming it; or, with on_loss="continue", the others go on, without its last
+        steps. A worker that runs out of data adds its last steps to the next outer step and
+        then takes part with weight 0; it ends with the same parameters.""",
+        bytes="""Each worker hands in the size of the model every H steps.""",
+        when_to_use="""Very slow links and equal machines. The inner learning rate does not
+        depend on the number of workers (factor 1). But the outer momentum carries every outer
+        step up to 1 / (1 - mu) times as far, so that it wants to be about half of what plain
+        averaging (sasgd) bears: at the same rate this method loses 3 to 4 points of accuracy on
+        the built-in task, and at half of it none. outer_lr=1, outer_momentum=0 is plain
+        averaging.""",
+        reference="""Douillard et al., "DiLoCo: distributed low-communication training of
+        language models", 2023, algorithm 1.""",
+    )
     uses_gradient = False
     state = (*Periodic.state, "reference", "velocity")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.common.options import at_least
+from paceline.strategies.about import About
 from paceline.strategies.served import PushStrategy
 from paceline.strategies.server import GradientServer
 from paceline.strategies.service import Request
@@ -68,22 +69,22 @@ class Downpour(PushStrategy):
         >>> run = pl.simulate(train, workers=2, strategy="downpour")
         >>> [m["weight"] for m in run.metrics]  # every push counts in full
         [-3.0, -3.0]
-
-    Faults: a slow worker pushes less often and delays nobody. The server goes on without a dead or
-    stopped one; what it had not pushed is lost. A worker that comes late fetches the model and
-    takes part. A lost server is followed by another, which goes on where it was.
-
-    Bytes: each worker sends the size of the model every ``push_interval`` steps and is sent it
-    every ``fetch_interval`` steps (and a few numbers with each).
-
-    When to use: machines of unequal speed and a link to the server that carries them all. Pushes
-    add up, so the learning rate wants to be about 1/p of that of one large batch (factor 1/p).
-
-    Reference: Dean et al., "Large scale distributed deep networks", NIPS 2012, algorithm 7.1 of
-    its appendix; ``phase="paper"`` is its listing to the letter.
     """
 
     paper: ClassVar[str] = "Dean et al., NIPS 2012"
+    about = About(
+        faults="""A slow worker pushes less often and delays nobody. The server goes on without
+        a dead or stopped one; what it had not pushed is lost. A worker that comes late fetches
+        the model and takes part. A lost server is followed by another, which goes on where it
+        was.""",
+        bytes="""Each worker sends the size of the model every push_interval steps and is sent
+        it every fetch_interval steps (and a few numbers with each).""",
+        when_to_use="""Machines of unequal speed and a link to the server that carries them all.
+        Pushes add up, so the learning rate wants to be about 1/p of that of one large batch
+        (factor 1/p).""",
+        reference="""Dean et al., "Large scale distributed deep networks", NIPS 2012, algorithm
+        7.1 of its appendix; phase="paper" is its listing to the letter.""",
+    )
     state: ClassVar[tuple[str, ...]] = (*PushStrategy.state, "unconfirmed")
 
     push_interval: int = 1

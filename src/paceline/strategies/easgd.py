@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.strategies.about import About
 from paceline.strategies.elastic import Elastic
 from paceline.strategies.served import ServerStrategy
 from paceline.strategies.server import ShardServer
@@ -63,24 +64,24 @@ class EASGD(Elastic, ServerStrategy):
         >>> run = pl.simulate(train, workers=2, strategy=method)
         >>> [m.get("weight") or m["center"] for m in run.metrics]  # both pull it
         [-1.0, -1.0, -0.5, -0.5]
-
-    Faults: a slow worker exchanges less often and delays nobody. The center goes on without a dead
-    or stopped one; what it had found since its last exchange is lost. A worker that comes late
-    starts at the center. A lost server is followed by another, with the center as it was last
-    published. With ``sync``, a slow worker slows all, a lost one ends the run, naming it, or is
-    left out with ``on_loss="continue"``, and one that runs out of data takes part with weight 0.
-
-    Bytes: each worker sends and is sent the size of the model every tau steps (with ``sync`` it
-    hands it in), and a few numbers.
-
-    When to use: unequal machines and slow links, with a long interval. The learning rate is that
-    of one worker's own batch (factor 1 or less); a large alpha with many workers is unstable.
-
-    Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015,
-    algorithms 1 and 2.
     """
 
     paper = "Zhang, Choromanska, LeCun, NIPS 2015"
+    about = About(
+        faults="""A slow worker exchanges less often and delays nobody. The center goes on
+        without a dead or stopped one; what it had found since its last exchange is lost. A
+        worker that comes late starts at the center. A lost server is followed by another, with
+        the center as it was last published. With sync, a slow worker slows all, a lost one ends
+        the run, naming it, or is left out with on_loss="continue", and one that runs out of
+        data takes part with weight 0.""",
+        bytes="""Each worker sends and is sent the size of the model every tau steps (with sync
+        it hands it in), and a few numbers.""",
+        when_to_use="""Unequal machines and slow links, with a long interval. The learning rate
+        is that of one worker's own batch (factor 1 or less); a large alpha with many workers is
+        unstable.""",
+        reference="""Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
+        2015, algorithms 1 and 2.""",
+    )
     state = (*Elastic.state, "versions")
 
     def payload(self, steps: int, nbytes: int, workers: int) -> int:

@@ -10,6 +10,7 @@ from paceline.comm.ports import Message
 from paceline.common.options import at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.strategies.about import About
 from paceline.strategies.pairs import Note, PairStrategy, average, candidates, draw
 
 if TYPE_CHECKING:
@@ -67,24 +68,23 @@ class Gossip(PairStrategy):
         >>> run = pl.simulate(train, workers=2, strategy="gossip(sync=true)")
         >>> [m["weight"] for m in run.metrics]
         [-1.5, -1.5]
-
-    Faults: a slow worker delays nobody; its peers read an older model. One that is dead or stopped,
-    or has come to the end of its data, is not picked, and a ring closes over its place. A worker
-    that comes late takes the model of a live peer and takes part. With ``sync``, a slow worker
-    slows all, a lost one ends the run, naming it, or is left out with ``on_loss="continue"``.
-
-    Bytes: one model and 16 bytes for each gossip, whatever the number of workers; with ``sync``
-    also 8 bytes per worker and step; and one model each at the end, for the mean.
-
-    When to use: machines that differ or die, links with no center. The learning rate is that of a
-    worker's own batch (factor 1 or less). The answer is the mean of all workers; a single one is
-    several points worse when they are many.
-
-    Reference: Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?", 2016.
-    ``parallel`` and ``step_first`` are the orders of public implementations.
     """
 
     paper = "Jin, Yuan, Iandola, Keutzer, 2016"
+    about = About(
+        faults="""A slow worker delays nobody; its peers read an older model. One that is dead
+        or stopped, or has come to the end of its data, is not picked, and a ring closes over
+        its place. A worker that comes late takes the model of a live peer and takes part. With
+        sync, a slow worker slows all, a lost one ends the run, naming it, or is left out with
+        on_loss="continue".""",
+        bytes="""One model and 16 bytes for each gossip, whatever the number of workers; with
+        sync also 8 bytes per worker and step; and one model each at the end, for the mean.""",
+        when_to_use="""Machines that differ or die, links with no center. The learning rate is
+        that of a worker's own batch (factor 1 or less). The answer is the mean of all workers;
+        a single one is several points worse when they are many.""",
+        reference="""Jin, Yuan, Iandola, Keutzer, "How to scale distributed deep learning?",
+        2016. parallel and step_first are the orders of public implementations.""",
+    )
     synchronous = False
     state = ("steps", "step_times")
 

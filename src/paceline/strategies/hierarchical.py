@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.common.options import at_least
 from paceline.errors import UsageError
+from paceline.strategies.about import About
 from paceline.strategies.lockstep import Lockstep, agree_on_unit
 from paceline.strategies.toolbox.topology import groups
 
@@ -61,24 +62,24 @@ class Hierarchical(Lockstep):
         >>> run = pl.simulate(train, workers=4, strategy=method)
         >>> sorted(m["weight"] for m in run.metrics)  # two groups
         [-2.5, -2.5, -0.5, -0.5]
-
-    Faults: a slow worker slows its group at each average of the group, and all at each average of
-    all. A dead or stopped one ends the run, naming it; or, with ``on_loss="continue"``, the others
-    go on, without its last steps. A worker that runs out of data adds its last steps to the next
-    averages and then takes part with weight 0; it ends with the same parameters.
-
-    Bytes: each worker hands in the size of the model every ``group_interval`` steps; every
-    ``interval`` steps it goes to all, else no further than its group.
-
-    When to use: two tiers of links, equal machines. The learning rate is that of one large batch
-    (factor 1); longer intervals want smaller ones.
-
-    Reference: Cong, Bhardwaj, "A hierarchical, bulk-synchronous stochastic gradient descent
-    algorithm for deep-learning applications on GPU clusters", ICMLA 2017, in the form of Zhou and
-    Cong, "A distributed hierarchical SGD algorithm with sparse global reduction" (Hier-AVG), 2019.
     """
 
     paper = "Cong, Bhardwaj, ICMLA 2017; Hier-AVG: Zhou, Cong, 2019"
+    about = About(
+        faults="""A slow worker slows its group at each average of the group, and all at each
+        average of all. A dead or stopped one ends the run, naming it; or, with
+        on_loss="continue", the others go on, without its last steps. A worker that runs out of
+        data adds its last steps to the next averages and then takes part with weight 0; it ends
+        with the same parameters.""",
+        bytes="""Each worker hands in the size of the model every group_interval steps; every
+        interval steps it goes to all, else no further than its group.""",
+        when_to_use="""Two tiers of links, equal machines. The learning rate is that of one
+        large batch (factor 1); longer intervals want smaller ones.""",
+        reference="""Cong, Bhardwaj, "A hierarchical, bulk-synchronous stochastic gradient
+        descent algorithm for deep-learning applications on GPU clusters", ICMLA 2017, in the
+        form of Zhou and Cong, "A distributed hierarchical SGD algorithm with sparse global
+        reduction" (Hier-AVG), 2019.""",
+    )
     uses_gradient = False
     state = (*Lockstep.state, "group_unit", "in_group", "in_all", "met")
 

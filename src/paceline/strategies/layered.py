@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from paceline.common.options import at_least
 from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters, write_hyperparameters
+from paceline.strategies.about import About
 from paceline.strategies.base import COMMUNICATOR, WORKER
 from paceline.strategies.lockstep import take_latest
 from paceline.strategies.rounds import Combined, RoundServer
@@ -71,26 +72,25 @@ class Layered(RoleStrategy):
         >>> run = pl.simulate(train, workers=3, strategy="layered(group_size=2)")
         >>> run.metrics[0]["before"], run.metrics[0]["after"]
         (0.0, -1.0)
-
-    Faults: a slow worker slows all to its pace. A dead or stopped one ends the run, naming it; or,
-    with ``on_loss="continue"``, it is left out, and the mean is that of the others. When a
-    communicator is lost then, its group goes on through the next one, which hands out again what
-    the group may have missed; the only one is followed by another. A worker that runs out of data
-    takes part with weight 0; it ends with the same parameters.
-
-    Bytes: at each step a worker sends and is sent the size of the gradient, and each communicator
-    hands it in once more; each message carries 24 bytes and 8 for each parameter tensor with it.
-
-    When to use: data that takes long to load, fast links inside groups and slow ones between. With
-    a loader that has the next batch ready there is nothing to hide behind. The learning rate is
-    that of one large batch (factor 1).
-
-    Reference: Yu, Flynn, Yoo, D'Imperio, "Layered SGD: a decentralized and synchronous SGD
-    algorithm for scalable deep neural network training", 2019. Its public code applies a gradient
-    with the next step's learning rate while that warms up; here it is its own.
     """
 
     paper: ClassVar[str] = "Yu, Flynn, Yoo, D'Imperio, 2019"
+    about = About(
+        faults="""A slow worker slows all to its pace. A dead or stopped one ends the run,
+        naming it; or, with on_loss="continue", it is left out, and the mean is that of the
+        others. When a communicator is lost then, its group goes on through the next one, which
+        hands out again what the group may have missed; the only one is followed by another. A
+        worker that runs out of data takes part with weight 0; it ends with the same parameters.""",
+        bytes="""At each step a worker sends and is sent the size of the gradient, and each
+        communicator hands it in once more; each message carries 24 bytes and 8 for each
+        parameter tensor with it.""",
+        when_to_use="""Data that takes long to load, fast links inside groups and slow ones
+        between. With a loader that has the next batch ready there is nothing to hide behind.
+        The learning rate is that of one large batch (factor 1).""",
+        reference="""Yu, Flynn, Yoo, D'Imperio, "Layered SGD: a decentralized and synchronous
+        SGD algorithm for scalable deep neural network training", 2019. Its public code applies
+        a gradient with the next step's learning rate while that warms up; here it is its own.""",
+    )
     defers: ClassVar[bool] = True
     equal_rates: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("steps", "behind")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from paceline.common.options import at_least, positive
+from paceline.strategies.about import About
 from paceline.strategies.lockstep import Periodic
 from paceline.strategies.toolbox import aggregation
 
@@ -70,24 +71,23 @@ class SASGD(Periodic):
         >>> run = pl.simulate(train, workers=2, strategy="sasgd(interval=2)")
         >>> [(m["rank"], m["weight"]) for m in run.metrics]
         [(0, 0.0), (1, -1.0), (0, -1.0), (1, -1.0)]
-
-    Faults: a slow worker slows all to its pace at each aggregation. A dead or stopped one ends the
-    run, naming it; or, with ``on_loss="continue"``, the others go on, without its last steps. A
-    worker that runs out of data adds its last steps to the next aggregation and then takes part
-    with weight 0; it ends with the same parameters.
-
-    Bytes: each worker hands in the size of the model every T steps (with ``momentum="average"``
-    also that of each buffer).
-
-    When to use: slow links and equal machines. The learning rate is that of one large batch
-    (factor 1); longer intervals want smaller ones.
-
-    Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent
-    algorithm for deep-learning applications", ICPP 2017. With ``global_lr`` not given: local SGD
-    (Stich 2019), K-AVG (Zhou and Cong 2018); with ``warmup``: post-local SGD (Lin et al. 2020).
     """
 
     paper = "Cong, Bhardwaj, Feng, ICPP 2017"
+    about = About(
+        faults="""A slow worker slows all to its pace at each aggregation. A dead or stopped one
+        ends the run, naming it; or, with on_loss="continue", the others go on, without its last
+        steps. A worker that runs out of data adds its last steps to the next aggregation and
+        then takes part with weight 0; it ends with the same parameters.""",
+        bytes="""Each worker hands in the size of the model every T steps (with
+        momentum="average" also that of each buffer).""",
+        when_to_use="""Slow links and equal machines. The learning rate is that of one large
+        batch (factor 1); longer intervals want smaller ones.""",
+        reference="""Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient
+        descent algorithm for deep-learning applications", ICPP 2017. With global_lr not given:
+        local SGD (Stich 2019), K-AVG (Zhou and Cong 2018); with warmup: post-local SGD (Lin et
+        al. 2020).""",
+    )
     state = (*Periodic.state, "lrs", "base_lrs", "lr_changed", "reference", "gradients")
 
     global_lr: float | None = None
@@ -100,8 +100,7 @@ class SASGD(Periodic):
         at_least("warmup", self.warmup, 0)
         if self.global_lr is not None:
             positive("global_lr", self.global_lr)
-        self.lrs: list[float] = []
-        self.base_lrs: list[float] = []
+        self.lrs = self.base_lrs = list[float]()
         self.lr_changed = False
         self.reference: Tensor | None = None
         self.gradients: Tensor | None = None

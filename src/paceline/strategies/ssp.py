@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
+from paceline.strategies.about import About
 from paceline.strategies.served import PushStrategy
 from paceline.strategies.server import ABSENT, GradientServer
 from paceline.strategies.service import Request
@@ -55,21 +56,22 @@ class SSP(PushStrategy):
         >>> run = pl.simulate(train, workers=2, strategy="ssp(bound=0)")
         >>> [m["weight"] for m in run.metrics]  # as one step with the mean and lr 1
         [-1.5, -1.5]
-
-    Faults: a slow worker holds the others back once they are ``bound`` steps ahead: that is the
-    method's rule. One that is dead or has left holds back nobody. A worker that comes late starts
-    at the slowest clock. A lost server is followed by another, which goes on where it was.
-
-    Bytes: each worker sends and is sent the size of the model at each step (and a few numbers).
-
-    When to use: machines whose speed varies from moment to moment, but not lastingly. Pushes add
-    up, so the learning rate wants to be about 1/p of that of one large batch (factor 1/p).
-
-    Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
-    server", NIPS 2013.
     """
 
     paper: ClassVar[str] = "Ho et al., NIPS 2013"
+    about = About(
+        faults="""A slow worker holds the others back once they are bound steps ahead: that is
+        the method's rule. One that is dead or has left holds back nobody. A worker that comes
+        late starts at the slowest clock. A lost server is followed by another, which goes on
+        where it was.""",
+        bytes="""Each worker sends and is sent the size of the model at each step (and a few
+        numbers).""",
+        when_to_use="""Machines whose speed varies from moment to moment, but not lastingly.
+        Pushes add up, so the learning rate wants to be about 1/p of that of one large batch
+        (factor 1/p).""",
+        reference="""Ho et al., "More effective distributed ML via a stale synchronous parallel
+        parameter server", NIPS 2013.""",
+    )
 
     bound: int = 3
 
