@@ -200,7 +200,7 @@ def test_strategies_know_the_contract_and_no_world():
     assert_imports_none(names, "torch.distributed")
     for name in names:
         comm = {found for found in imports(name) if within(found, "paceline.comm")}
-        contract = ("paceline.comm.comm", "paceline.comm.ports", "paceline.comm.packet")
+        contract = ("paceline.comm.comm", "paceline.comm.ports")
         wrong = {found for found in comm if not within(found, *contract)}
         assert wrong <= {"paceline.comm"}, f"{name} must not import {wrong}"
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from paceline.comm.packet import Packet
-
 STATISTICS = ("running_mean", "running_var")
 COUNT = "num_batches_tracked"
 
@@ -178,15 +176,16 @@ class Rest:
         values = [now for slot in self._slots if (now := slot.read()) is not None]
         if len(values) < len(self._slots):
             return None
-        return Packet.of([weight, *self._base, *self._own], pack(values)).buffer
+        numbers = [weight, *self._base, *self._own]
+        return pack([*values, torch.tensor(numbers, dtype=torch.int64)])
 
     def _open(self, packet: Tensor) -> Share:
         counts = len(self._counts)
-        content = Packet(packet, 1 + 2 * counts, torch.uint8)
-        weight, *numbers = map(round, content.numbers.tolist())
         values = [torch.empty_like(slot.first, device="cpu") for slot in self._slots]
-        unpack(content.vector, values)
-        return Share(weight, values, numbers[:counts], numbers[counts:])
+        numbers = torch.empty(1 + 2 * counts, dtype=torch.int64)
+        unpack(packet, [*values, numbers])
+        weight, *both = numbers.tolist()
+        return Share(weight, values, both[:counts], both[counts:])
 
     def adopt(self, packets: Sequence[Tensor]) -> None:
         """Start from the average of other workers' published packets."""
