@@ -20,7 +20,7 @@ from paceline.strategies.ssp import SSP
 from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
 
-Who = tuple[int, int]
+Incarnation = tuple[int, int]
 """A rank and its incarnation."""
 
 
@@ -51,12 +51,12 @@ class Push:
 
 @dataclass
 class Shadow:
-    """What a server's shard must be, computed independently from the pushes."""
+    """What a server's shard must be, computed from the pushes; not always ``predictable``."""
 
     x: Tensor
     version: int = 0
     buffer: Tensor | None = None
-    known: bool = True
+    predictable: bool = True
     acting: Push | None = None
 
 
@@ -65,10 +65,10 @@ class Pushes(Observer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._pushed: dict[tuple[Who, int, int], Push] = {}
-        self._read: dict[tuple[Who, int], int] = {}
+        self._pushed: dict[tuple[Incarnation, int, int], Push] = {}
+        self._read: dict[tuple[Incarnation, int], int] = {}
         self._shadows: dict[int, Shadow] = {}
-        self._made: dict[Who, Tensor] = {}
+        self._updates: dict[Incarnation, Tensor] = {}
 
     def watches(self) -> bool:
         method = self.schedule.method
@@ -97,7 +97,7 @@ class Pushes(Observer):
         around(server, "updated", lambda inner, r: self._updated(server, inner, r))
         around(server, "publish", lambda inner: self._publish(server, inner))
 
-    def _who(self, rank: int) -> Who:
+    def _who(self, rank: int) -> Incarnation:
         return rank, self.scene.incarnation(rank)
 
     # Workers -------------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ class Pushes(Observer):
         who = self._who(session.rank)
         if strategy.uses_gradient and g.usable:
             decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
-            self._make(who, g.vector + decay * x)
-        elif not strategy.uses_gradient and who not in self._made:
-            self._make(who, x - strategy.origin)  # the user may have moved x before step one
+            self._add_update(who, g.vector + decay * x)
+        elif not strategy.uses_gradient and who not in self._updates:
+            self._add_update(who, x - strategy.origin)  # the user may have moved x before step one
         inner(x, g)
 
     def _local_update(self, session: Session, inner: Any, g: Gradient) -> None:
@@ -117,10 +117,10 @@ class Pushes(Observer):
         x = session.stepper.replica.flat.x
         before = x.clone()
         inner(g)
-        self._make(self._who(session.rank), x - before)
+        self._add_update(self._who(session.rank), x - before)
 
-    def _make(self, who: Who, update: Tensor) -> None:
-        self._made[who] = update + self._made[who] if who in self._made else update
+    def _add_update(self, who: Incarnation, update: Tensor) -> None:
+        self._updates[who] = update + self._updates[who] if who in self._updates else update
 
     def _send(
         self,
@@ -175,7 +175,7 @@ class Pushes(Observer):
             self.scene.sites["push refused"] += 1
         return reply
 
-    def _compare_moves(self, who: Who, push: Push, move: Tensor, server: int) -> None:
+    def _compare_moves(self, who: Incarnation, push: Push, move: Tensor, server: int) -> None:
         """A worker moves as far as the center did; not at all if a successor forgot it."""
         assert push.moved is not None
         no_record = push.server_incarnation < self.scene.incarnation(server) and not move.any()
@@ -191,7 +191,7 @@ class Pushes(Observer):
             self._note_version(self._who(session.rank), shard, version)
         return reply
 
-    def _note_version(self, who: Who, shard: int, version: int) -> None:
+    def _note_version(self, who: Incarnation, shard: int, version: int) -> None:
         before = self._read.get((who, shard), 0)
         self.scene.check(
             version >= before, "versions", f"rank {who[0]} saw version {version} after {before}"
@@ -202,7 +202,7 @@ class Pushes(Observer):
         """After a flush, each update of this incarnation is in the model, or lost with a server."""
         inner(x)
         who, strategy = self._who(session.rank), cast(ServerStrategy, session.strategy)
-        expected = self._made.get(who, torch.zeros_like(x))
+        expected = self._updates.get(who, torch.zeros_like(x))
         moves = isinstance(strategy, Cyclic) and strategy.moves
         mean = isinstance(strategy, Cyclic) and strategy.scale == "mean" and not moves
         total = torch.zeros_like(x)
@@ -301,19 +301,19 @@ class Pushes(Observer):
             return
         kind, user = strategy.server_optimizer, self.schedule.optimizer
         if kind == "adagrad" or (kind == "user" and user == "adam"):
-            shadow.known = False
+            shadow.predictable = False
             return
         with_momentum = kind == "momentum" or (kind == "user" and user == "momentum")
         momentum, step = 0.9 if with_momentum else 0.0, push.vector
         if momentum:
             if self.scene.incarnation(server.comm.rank) > 1:
-                shadow.known = False  # a successor starts from older buffers
+                shadow.predictable = False  # a successor starts from older buffers
             shadow.buffer = step if shadow.buffer is None else momentum * shadow.buffer + step
             step = shadow.buffer
         w -= push.lr * step
 
     def _compare(self, server: ShardServer, shadow: Shadow) -> None:
-        if not shadow.known:
+        if not shadow.predictable:
             shadow.x = server.shard.clone()
         self.scene.check(
             close(server.shard, shadow.x),
@@ -350,9 +350,9 @@ class ElasticMoves(Observer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._moves: dict[Who, Tensor] = {}
-        self._pulls: dict[Who, Tensor] = {}
-        self._starts: dict[Who, Tensor] = {}
+        self._moves: dict[Incarnation, Tensor] = {}
+        self._pulls: dict[Incarnation, Tensor] = {}
+        self._starts: dict[Incarnation, Tensor] = {}
 
     def watches(self) -> bool:
         method = self.schedule.method
