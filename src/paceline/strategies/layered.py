@@ -11,7 +11,7 @@ from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters, write_hyperparameters
 from paceline.strategies.about import About
 from paceline.strategies.base import COMMUNICATOR, WORKER
-from paceline.strategies.lockstep import take_latest
+from paceline.strategies.lockstep import BEHIND, ODD, take_latest
 from paceline.strategies.rounds import Combined, RoundServer
 from paceline.strategies.served import RoleStrategy
 from paceline.strategies.service import Numbered, Service, pack, unpack
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
     from paceline.comm.comm import Comm
 
-
-OVERFLOW, SPECIAL, BEHIND = 1, 2, 4
-"""Flags of a gradient, and of a sum of them.
-
-A gradient scaler found it infinite. It is not ordinary, so that communicators have to count who has
-a gradient of which parameter. Its worker made fewer steps than others.
-"""
+OVERFLOW = 4
+"""A flag beside ODD and BEHIND: a gradient scaler found this gradient infinite, or one of these."""
 
 
 @dataclass(kw_only=True)
@@ -143,7 +138,7 @@ class Layered(RoleStrategy):
 
     def finish(self, x: Tensor) -> None:
         samples, flags = 1, 0
-        while samples or flags & SPECIAL:
+        while samples or flags & ODD:
             self._send(Gradient.nothing(x, len(self.replica.flat.spans)))
             mean, flags = self._receive()
             samples = mean.samples
@@ -156,7 +151,7 @@ class Layered(RoleStrategy):
         if g.dropped:
             g.vector.zero_()
         overflow, *present = (g.weight > 0 and flag for flag in (g.overflow, *g.present))
-        flags = OVERFLOW * overflow | SPECIAL * (not g.ordinary) | BEHIND * self.behind
+        flags = OVERFLOW * overflow | ODD * (not g.ordinary) | BEHIND * self.behind
         body = pack(g.weight, flags, *present)
         self.services[0].send_request(body, g.vector.clone())  # n_i, g_i(x_t)
 
@@ -197,7 +192,7 @@ class Communicator(RoundServer):
             return request
         if self.method.guard.admits(norm(request.vector), worker, "gradient"):
             return request
-        return request._replace(body=pack(0, flags | SPECIAL, *[0] * len(present)))
+        return request._replace(body=pack(0, flags | ODD, *[0] * len(present)))
 
     def combine(self, requests: Sequence[Numbered], peers: Comm) -> Combined:
         flat, weight, flags = self.method.replica.flat, 0, 0
@@ -210,9 +205,9 @@ class Communicator(RoundServer):
             if n:
                 mean.add_(request.vector, alpha=n)  # sum n_i g_i
         total = peers.all_reduce(mean, weight, lambda total: 1 / (total or 1), flags)
-        if total.flags & SPECIAL:
+        if total.flags & ODD:
             peers.all_reduce(counts)
         else:  # everybody has everything; a group without workers has counted nothing
             counts[1:] = float(total.weight > 0)
         told = (total.weight, total.flags, *map(round, counts[1:].tolist()))
-        return Combined(told, mean, over=not total.weight and not total.flags & SPECIAL)
+        return Combined(told, mean, over=not total.weight and not total.flags & ODD)
