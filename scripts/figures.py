@@ -116,11 +116,12 @@ def train(worker: pl.Worker) -> None:
 
 
 COPIES = {"copy_", "clone", "cat"}
-SUMS = {"add_", "add", "sum"}
+MEMORY, STORES = "paceline.comm.shared.memory", {"write", "announce"}
+"""Where ranks of one host store what others see, and by which functions."""
 
 
 class StepProfile:
-    """Counts the frames up to the first operation on a vector in comm, and full-vector copies."""
+    """Counts the frames up to the first byte that others see, and full-vector copies."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.depth, self.frames, self.copies = nbytes, 0, 0, 0
@@ -128,12 +129,12 @@ class StepProfile:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             self.depth += 1
+            if frame.f_globals["__name__"] == MEMORY and frame.f_code.co_name in STORES:
+                self.frames = self.frames or self.depth
         elif event == "return":
             self.depth -= 1
-        elif event == "c_call" and (name := getattr(arg, "__name__", "")) in COPIES | SUMS:
-            self.copies += name in COPIES and self._is_whole(getattr(arg, "__self__", None))
-            if "paceline.comm" in frame.f_globals["__name__"]:
-                self.frames = self.frames or self.depth
+        elif event == "c_call" and getattr(arg, "__name__", "") in COPIES:
+            self.copies += self._is_whole(getattr(arg, "__self__", None))
 
     def _is_whole(self, vector: Any) -> bool:
         return not isinstance(vector, torch.Tensor) or vector.nbytes >= self.nbytes

@@ -66,17 +66,16 @@ class AllReduce(Lockstep):
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        mean, _ = self._mean(g)  # g <- sum_i n_i g_i / sum_i n_i
-        self.local_update(mean)  # x <- optimizer(x, g)
+        _, odd = self.weigh(g.vector, g.weight, not g.ordinary)  # g <- sum_i n_i g_i / sum_i n_i
+        self.local_update(self._agree(g) if odd else g)  # x <- optimizer(x, g)
 
     def synchronize(self, x: Tensor, weight: int) -> bool:
         flat = self.replica.flat
-        return self._mean(Gradient.nothing(flat.g, len(flat.spans)))[1]
-
-    def _mean(self, g: Gradient) -> tuple[Gradient, bool]:
-        """The mean gradient of all workers, and whether anybody had one."""
-        whole, anyone_odd = self.weigh(g.vector, g.weight, odd=not g.ordinary)
-        return self._agree(g) if anyone_odd else g, whole > 0 or anyone_odd
+        nothing = Gradient.nothing(flat.g, len(flat.spans))
+        whole, odd = self.weigh(nothing.vector, 0)
+        if odd:
+            self._agree(nothing)
+        return whole > 0 or odd
 
     def _agree(self, g: Gradient) -> Gradient:
         """Agree which parameters have a gradient anywhere, and whether any was infinite."""

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.comm.metered import MeteredPorts
@@ -113,11 +112,14 @@ class Stepper:
         begin = self._mark()
         self.first = self.first or begin
         self.replica.flat.check()
-        charged_s = self.keep_up(partial(self._begin, samples))
-        if charged_s is None:  # left behind with its gradient
+        charged_s = None
+        try:
+            charged_s = self._begin(samples)
+            self._act(samples or 1, overflow)
+        except LeftBehind:
+            self.come_back()
+        if charged_s is None:  # it was left behind while it computed its gradient
             charged_s = self._clock.charged_s
-        else:
-            self.keep_up(partial(self._act, samples or 1, overflow))
         self.max_norm = None
         self.samples += samples
         self.last = self._mark()
