@@ -166,7 +166,7 @@ def test_the_command_replays_a_schedule(paceline):
 
 
 def test_a_violation_exits_1_and_prints_the_command_that_repeats_it(paceline, monkeypatch):
-    monkeypatch.setattr("paceline.strategies.cyclic.Cyclic._after", lambda self, src: src)
+    monkeypatch.setattr("paceline.strategies.toolbox.token.next_in", lambda ring, worker: worker)
     printed = paceline("faulttest", "--replay", '{"strategy": "cyclic", "workers": 3}', code=1)
     assert "ring: after rank 0 comes 0" in printed.out
     assert 'paceline faulttest --replay \'{"strategy": "cyclic"' in printed.out
