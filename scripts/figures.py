@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import paceline as pl
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, SYNC_FORMS
 
 ROOT = Path(pl.__file__).parent
 PORTS = ("Mail", "Collectives", "Members", "DataQueue", "Clock", "Rendezvous", "Ports")
@@ -148,7 +148,8 @@ def main() -> None:
             for name, path in INTERFACES.items()
         },
         "method_files": {
-            name: code_lines(ROOT / "strategies" / f"{name}.py") for name in STRATEGIES
+            name: code_lines(ROOT / "strategies" / f"{name}.py")
+            for name in [*STRATEGIES, *(f"{name}_sync" for name in SYNC_FORMS)]
         },
         "functions": functions(),
         "doubled_classes": doubled_classes(),

@@ -110,7 +110,7 @@ class ADPSGD(PairStrategy):
         return super().state_dict()
 
     def resumed(self) -> None:
-        """All lives have begun anew; to who was not saved, nothing is offered any more."""
+        """Forget offers to workers that were not saved; the others are in incarnation 1 again."""
         there = self.comm.starters()
         self.open = {peer: 1 for peer in self.open if peer in there}
 
@@ -126,7 +126,7 @@ class ADPSGD(PairStrategy):
         """Make the moves that came back, then answer the offers of others."""
         for peer, move, header in self.comm.poll(x, MOVE):
             if self.guard.admits(norm(move), peer, "move"):
-                x.add_(move)
+                x.add_(move)  # x_i <- x_i + (x_j - x_i) / 2
             self.open.pop(peer, None)
             self.stale.note(self.steps - Note.of(header).steps)
         for peer, theirs, header in self.comm.poll(x, OFFER):
@@ -134,13 +134,13 @@ class ADPSGD(PairStrategy):
             if not self.trusts(peer, move, theirs, x):
                 move.zero_()
             if self.comm.post(move, peer, MOVE, header):
-                x.sub_(move)
+                x.sub_(move)  # x_j <- x_j - (x_j - x_i) / 2
 
     def _offer(self, x: Tensor) -> None:
         """Offer this model to a peer, unless another has still to answer.
 
-        Who has come to its end since it was made an offer answers it at the very end: that one
-        holds up nothing.
+        A peer that has come to its end since it got an offer answers at the very end. Such an offer
+        does not keep this worker from making another.
         """
         rank = self.comm.rank
         self._forget_lost(self.live_workers())
@@ -150,12 +150,12 @@ class ADPSGD(PairStrategy):
         peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
         if peer is None:
             return
-        life = self.comm.incarnation(peer)
+        incarnation = self.comm.incarnation(peer)
         if self.comm.post(x, peer, OFFER, self.note()):
-            self.open[peer] = life
+            self.open[peer] = incarnation
 
     def _forget_lost(self, live: Collection[int]) -> None:
-        """An offer is open while the peer lives that it was made to; its next life has none."""
-        for peer, life in [*self.open.items()]:
-            if peer not in live or self.comm.incarnation(peer) != life:
+        """Forget offers to peers that were lost; the next incarnation of one never saw them."""
+        for peer, incarnation in [*self.open.items()]:
+            if peer not in live or self.comm.incarnation(peer) != incarnation:
                 del self.open[peer]
