@@ -1,1 +1,1 @@
-"""How ranks talk: one contract (:mod:`.base`) over several transports."""
+"""How ranks talk: :mod:`.comm`, which strategies see, over the ports of a world (:mod:`.ports`)."""

@@ -1,4 +1,4 @@
-"""Who of this host's ranks is dead or stopped: the kernel says so, no heartbeat has to.
+"""Which ranks are dead or stopped: the kernel says it of this host's, a heartbeat of others.
 
 A process that ended is seen through its pidfd, at once. One that was stopped (SIGSTOP, a
 debugger) is seen by its state; it is lost when it stayed so for ``dead_s``. One that is merely
@@ -36,7 +36,8 @@ HEARTBEAT_S = 0.5
 SLACK_S = 1.0
 """How late a heartbeat or an answer of the store may be, beyond ``dead_s``."""
 STAY_S, CALL_S, END_S = 0.7, 1.0, 2.5
-"""How long after a loss a wait for the lost rank ends, any other call does, and the process."""
+"""Seconds after a loss until a wait for the lost rank raises, any other call does, and the process
+is ended."""
 _MEET_S = 0.01
 
 

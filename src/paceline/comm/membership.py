@@ -54,7 +54,7 @@ class MembershipPolicy:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether it ends without that anybody misses the rank; who does can say in what."""
+        """Whether a loss ends the run at once, before another rank misses the lost one."""
         return not self.goes_on and not self._synchronous
 
     def comes_back(self, rank: int) -> bool:

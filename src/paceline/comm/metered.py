@@ -2,9 +2,9 @@
 
 What a strategy hands to Comm is counted, and written to a trace. So is what chance or timing
 decides, so that a run can be replayed from its trace: which message was taken, which version was
-read, which batch was drawn, who was seen to be here. In an event, ``look`` is the number of the
-call that saw it, among those that may see nothing. What ends in ``_s`` is a duration: ``wait_s``
-until it came, ``send_s`` to hand it over.
+read, which batch was drawn, who was seen to be here. In an event, ``look`` counts this rank's calls
+that may see nothing (``poll``, ``alive``, ``finished``): it says which of them saw the event. What
+ends in ``_s`` is a duration: ``wait_s`` until it came, ``send_s`` to hand it over.
 """
 
 from __future__ import annotations

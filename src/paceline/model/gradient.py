@@ -1,4 +1,4 @@
-"""The gradient of one step, as a value that nobody changes."""
+"""The gradient of one step. Its fields never change; an exchange may overwrite its vector."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Traits(Place):
     Class attributes:
         paper: the reference, in one line.
         about: what users read beside the docstring.
-        synchronous: whether workers wait for each other; shards the data, and not a queue, then.
+        synchronous: whether workers wait for each other. If so, loaders shard each global batch;
+            otherwise workers draw batches from one queue.
         uses_gradient: whether ``step`` reads ``g.vector``; otherwise it is not gathered.
         defers: whether a step may leave work to ``settle``.
         equal_rates: whether replicas are equal only while all workers step with the same learning

@@ -80,8 +80,8 @@ class Lockstep(Strategy):
     ) -> tuple[int, bool]:
         """Sum ``v`` over the workers: the sum of the weights, and whether any rank is ``odd``.
 
-        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead. For a
-        worker that contributes nothing ``v`` becomes zero when nobody does.
+        With ``unit``, the weight of a whole contribution, ``v`` becomes the mean instead. If nobody
+        contributes, the ``v`` of a worker that is behind or odd is zero afterwards.
         """
         if self._behind or (odd and not weight):
             v.zero_()
@@ -164,9 +164,9 @@ class Periodic(Lockstep):
 
 
 def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:
-    """What a contribution weighs on average, so that all count in it; 0 if there is none yet.
+    """The unit in which workers express weights: the mean weight of a contribution, or 0 if none.
 
-    Any number would do. In this one, contributions of equal batches are added up as they are.
+    Any common unit would do. With this one, contributions of equal batches need no scaling.
     """
     nothing = like.new_zeros(0)
     # The wait for the others happens here, and is charged.

@@ -1,17 +1,17 @@
-"""The keeper of a rank's state: it makes the rank's part of checkpoints, and takes one up again.
+"""What one rank does for checkpoints: it saves its state together with all others, and resumes it.
 
-All ranks stand still together when a checkpoint is made. The first worker decides when; workers
-come when the body of their loop is through, as the next batch is asked for, and then have the
-others come, servers and communicators. Nobody is in the middle of anything then, so that what each
-rank holds, together with the messages that wait for it, is all there is of the run. Those who are
-called meet, each in the life that it was called in; when one of these is over, the meeting is given
-up. Who is not called, as it was lost or comes late, has no part in the checkpoint: it joins the run
-that goes on from it.
+All ranks stand still at a rendezvous while a checkpoint is made. The first worker decides when; in
+methods whose workers keep step, each worker also counts the steps by itself. A worker comes between
+two batches, when the body of its loop is through. The first worker then calls the servers and
+communicators. Nobody is in the middle of anything, so what each rank holds, with the messages that
+wait for it, is the whole state of the run. Each rank comes in the incarnation in which it was
+called; if one of these has ended, the rendezvous is given up. A rank that was not called, because
+it was lost or comes late, is not in the checkpoint: it joins the run that resumes from it.
 
-A run that takes up a checkpoint runs ``train`` from its top. Until it comes to where the checkpoint
-was made it only catches up: loaders give one batch of each epoch that was over, and steps are not
-made. What the loop does there is undone when the worker is there: model, optimizer, random
-generators and all that was given to ``worker.track`` are then as they were.
+A resumed run calls ``train`` from its top. Until the loop reaches the point of the checkpoint the
+worker only catches up: loaders return one batch of each completed epoch, and steps are skipped.
+Then the state is restored, which undoes whatever the loop did until there: model, optimizer, random
+generators, and all that was given to ``worker.track``.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _PHASES = 4
 
 
 class Stopped(BaseException):
-    """Ends a rank after the checkpoint that the run was asked to end with."""
+    """Ends a rank after the last checkpoint of a run that was asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """When a run makes checkpoints, and what it goes on from; numbers and texts only.
+    """When a run makes checkpoints, and which one it resumes; numbers and texts only.
 
     Args:
-        folder: where they are.
+        folder: where the checkpoints are.
         steps: after so many steps of the first worker.
         minutes: after so many minutes of the run's clock.
-        resume: the folder of the one to take up.
+        resume: the folder of the checkpoint to resume.
     """
 
     folder: str
@@ -68,8 +68,8 @@ class CheckpointParticipant:
 
     Args:
         plan: when they are made.
-        tell: hears of each file that this rank has written.
-        disk: what it is written to.
+        tell: called with each file that this rank has written.
+        disk: where files are written.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
@@ -82,9 +82,9 @@ class CheckpointParticipant:
         self._stop_asked = False
 
     def bind(self, session: Session) -> None:
-        """Keep the state of this worker, or of the rank that is none."""
+        """Take part for this rank, a worker or not."""
         self._session, self._clock = session, session.clock
-        self._members_port = session.ports.members
+        self._group = session.ports.members
         self._everyone = range(session.world.size)
         self._answered = self._rendezvous.last_call().number  # a late joiner was not called
         if session.rank == 0:
@@ -104,7 +104,7 @@ class CheckpointParticipant:
 
     @property
     def _drift(self) -> int | None:
-        """How far workers can be apart; None where each may stop after any step."""
+        """How many steps workers can be apart; None where each may stop after any step."""
         return None if self._stepper.alone else self._session.strategy.drift
 
     @property
@@ -129,13 +129,13 @@ class CheckpointParticipant:
             self._call_if_due()
         call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
         if drift is not None and (self._was_lost() or self._is_late_for_some()):
-            return  # who has come later, or again, counts other steps than the rest
+            return  # a worker that came later, or again, counts other steps than the rest
         called = call.number > self._answered and (drift is None or steps >= call.step)
         regular = drift is not None and self._is_regular(steps)
         if called:
             self._answered, self._call = call.number, call
         if called and call.incarnations[self._session.rank] != self._incarnation():
-            if call.stop:  # it has come too late to be saved
+            if call.stop:  # this incarnation came too late to be saved
                 raise Stopped
         elif called or regular:
             self._save(call.number if drift is None else steps, called and call.stop)
@@ -144,19 +144,19 @@ class CheckpointParticipant:
         return self._plan.steps is not None and steps % self._plan.steps == 0
 
     def _was_lost(self) -> bool:
-        """Whether a rank is lost, or was and has come again."""
-        view = self._members_port.view()
+        """Whether a rank is lost, or was lost and has come again."""
+        view = self._group.view()
         return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
 
     def _incarnation(self) -> int:
-        return self._members_port.incarnation(self._session.rank)
+        return self._group.incarnation(self._session.rank)
 
     def _is_late_for_some(self) -> bool:
-        """Whether there are ranks that come after the beginning."""
-        return len(self._members_port.starters) < len(self._everyone)
+        """Whether the run has late joiners."""
+        return len(self._group.starters) < len(self._everyone)
 
     def _call_if_due(self) -> None:
-        """Call the others to a checkpoint, unless a rank is missing that it needs."""
+        """Call the others to a checkpoint, if one is due and no rank is missing that it needs."""
         call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
         waited_s = self._clock.now() - self._made_s
         by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
@@ -169,11 +169,11 @@ class CheckpointParticipant:
         self._rendezvous.call(call.number, after, self._stop_asked, over)
 
     def _misses_one(self) -> bool:
-        """Whether a server or communicator is not here; where all keep step, if any was lost."""
+        """Whether a server or communicator is missing; where workers keep step, any rank."""
         if self._drift is not None:
             return self._was_lost()
         others = self._everyone[self._session.size :]
-        return not set(others) <= set(self._members_port.alive())
+        return not set(others) <= set(self._group.alive())
 
     def _save(self, number: int, stop: bool) -> None:
         session, strategy = self._session, self._session.strategy
@@ -192,12 +192,12 @@ class CheckpointParticipant:
 
     @property
     def _incarnations(self) -> Sequence[int]:
-        """The incarnations of those who meet: of all ranks, or those that were called."""
+        """The incarnations of the ranks that meet: of all, or of those that were called."""
         return self._call.incarnations if self._drift is None else [1] * len(self._everyone)
 
     @property
     def _members(self) -> list[int]:
-        """Those who meet."""
+        """The ranks that meet."""
         return [rank for rank, number in enumerate(self._incarnations) if number]
 
     def _meet(self, number: int, phase: int, members: Sequence[int]) -> bool:
@@ -205,7 +205,7 @@ class CheckpointParticipant:
             return self._rendezvous.meet(_PHASES * number + phase, members, self._incarnations)
 
     def _summon(self, number: int, stop: bool) -> None:
-        """Call the ranks that are no workers; where one is lost, the meeting is given up."""
+        """Call the ranks that are no workers; if one is lost, the rendezvous is given up."""
         for rank in self._everyone[self._session.size :]:
             try:
                 self._session.strategy.summon(rank, number, stop)
@@ -219,7 +219,7 @@ class CheckpointParticipant:
         if session.rank >= session.size:
             self._call = self._rendezvous.last_call()
         if self._drift is None and self._call.number != number:
-            return  # there is another call by now
+            return  # a later call replaced this one
         members = self._members
         if not self._meet(number, 2, members):
             return
@@ -234,7 +234,7 @@ class CheckpointParticipant:
                 raise Stopped
 
     def _read(self, members: Sequence[int]) -> dict[str, Any]:
-        """All that this rank has to have again; the first one keeps what all share."""
+        """All state of this rank; the first rank also saves what all share."""
         session, stepper = self._session, self._stepper
         others = [rank for rank in self._everyone if rank not in members]
         state: dict[str, Any] = {
@@ -250,19 +250,19 @@ class CheckpointParticipant:
             "answered": self._answered,
         }
         if session.rank < session.size:
-            session.check_places()
+            session.check_positions()
             state |= session.own_state()
         return state
 
-    # Taking one up -------------------------------------------------------------------------------
+    # Resuming one -------------------------------------------------------------------------------
 
     @property
     def resumes(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run resumes from a checkpoint."""
         return self._plan.resume is not None
 
-    def take_up(self) -> None:
-        """Take up the state of this rank, once all others are here to do the same."""
+    def resume(self) -> None:
+        """Restore the state of this rank, together with all others."""
         session = self._session
         state = self._state = load_state(Path(self._plan.resume or ""), f"rank{session.rank}")
         session.strategy.load_state_dict(state["strategy"])
@@ -281,8 +281,8 @@ class CheckpointParticipant:
         session.strategy.resumed()
 
     def await_starters(self) -> None:
-        """Wait until all have their state again that are there from the beginning."""
-        starters = self._members_port.starters
+        """Wait until all starters have restored their state."""
+        starters = self._group.starters
         incarnations = [int(rank in starters) for rank in self._everyone]
         with self._session.recorder.waiting:
             self._rendezvous.meet(_PHASES - 1, starters, incarnations)
@@ -296,14 +296,14 @@ class CheckpointParticipant:
         session.go_on_from(places, self._state["epochs_done"])
 
     def step_skipped(self) -> None:
-        """Hear of a step that lies before the checkpoint; the last one may be where it was made."""
+        """Count a step before the checkpoint; it may have been made after the last of them."""
         if self._steps_left:
             self._steps_left -= 1
             if self._steps_left == 0:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Be where the checkpoint was made: from here on everything counts."""
+        """Restore the state at the point of the checkpoint: from here on everything counts."""
         session, state = self._session, self._state
         if not self._state:
             return

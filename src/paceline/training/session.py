@@ -1,4 +1,4 @@
-"""The life of one rank in a run: it agrees, starts or joins, trains or serves, and finishes."""
+"""One rank in a run, from start to end: it agrees, starts or joins, trains or serves, finishes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
 HEARTBEAT_S = 0.25
-"""How often, at most, a worker tells how far it is."""
+"""The shortest time between two progress reports of a worker."""
 
 
 class Session(RankListener):
@@ -56,7 +56,7 @@ class Session(RankListener):
         seed: the run's.
         device: where the model and the batches go.
         costs: what computing takes in virtual time; None where time is real.
-        listener: hears what the rank tells.
+        listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
         checkpointing: makes the rank's part of checkpoints, if there are any.
 
@@ -101,7 +101,7 @@ class Session(RankListener):
         self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
         self.finished = False
-        self._costs, self._told_s, self._stepped = costs, 0.0, False
+        self._costs, self._reported_s, self._stepped = costs, 0.0, False
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Session(RankListener):
             if not alone:
                 self._agree(model, replica)
             if self._resuming is not None and not self.late:
-                self._go_on(self._resuming, replica.flat.x)
+                self._resume(self._resuming, replica.flat.x)
             elif not alone:
                 self._start(replica.flat.x)
         except LeftBehind:
@@ -135,23 +135,23 @@ class Session(RankListener):
 
     @property
     def _resuming(self) -> CheckpointParticipant | None:
-        """Who takes up the checkpoint, where the run goes on from one."""
+        """The participant that resumes a checkpoint, if the run resumes one."""
         checkpointing = self.checkpointing
         return checkpointing if checkpointing is not None and checkpointing.resumes else None
 
     def _agree(self, model: nn.Module, replica: Replica) -> None:
-        """Find out whether all that begin together have the same model, method, seed, version."""
+        """Check that all ranks of the start have the same model, method, seed and version."""
         if not self.late:
             starters = self.ports.members.starters
             comm = Comm(self.ports.off_meter(), starters, self.world.elastic)
             check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
 
-    def _go_on(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
-        """Go on from a checkpoint, instead of a start."""
+    def _resume(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
+        """Resume from a checkpoint, in place of a start."""
         if self.ports.size > 1:
             with self.recorder.paused(), self.ports.uncharged():
                 self.strategy.setup(x)
-        checkpointing.take_up()
+        checkpointing.resume()
         self._serve_unless_worker(x)
 
     def _start(self, x: Tensor) -> None:
@@ -175,7 +175,7 @@ class Session(RankListener):
             self._serve_unless_worker(x)
 
     def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
-        """Take part, for the first time or again, unless the others have come to their end."""
+        """Join the others, for the first time or again; end, if they have come to their end."""
         others = {*range(self.size)} - {self.rank}
         while True:
             try:
@@ -185,7 +185,7 @@ class Session(RankListener):
                     raise error from None
                 if not others.isdisjoint(self.world.departed()):
                     raise ServingDone from None
-                self.world.wait_for_change(error)  # one that was merely stopped may come back
+                self.world.wait_for_change(error)  # a worker that was only stopped may come back
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
@@ -202,7 +202,7 @@ class Session(RankListener):
     # Batches -------------------------------------------------------------------------------------
 
     def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
-        """Hear from a loader of a batch: charge its loading, and count its samples."""
+        """Charge the loading of a batch that a loader returns, and count its samples."""
         clock, costs, training = self.clock, self._costs, self.trains
         self.pending.draw(loop, training)
         loop.held.append(batch)
@@ -223,7 +223,7 @@ class Session(RankListener):
             self.stepper.drew(batch.samples, batch.full)
             loop.samples += batch.samples
             self.epochs_done = max(self.epochs_done, batch.epochs_done)
-            self._tell_progress(self.stepper.steps)
+            self._report_progress(self.stepper.steps)
         clock.switch_in()
 
     @property
@@ -232,12 +232,12 @@ class Session(RankListener):
         return torch.is_grad_enabled() and not (self.stepper and self.stepper.paused)
 
     def _forget(self, samples: int) -> None:
-        """Have samples count for no step: their batch was only looked at."""
+        """Take back samples of a batch that the loop did not train on."""
         if self.stepper is not None:
             self.stepper.forget(samples)
 
     def between_batches(self) -> None:
-        """Hear that the loop's body is through; after a step, a checkpoint may be due."""
+        """Between two batches, after a step: make a checkpoint, if one is due."""
         if self.checkpointing is not None and self._stepped:
             self._stepped = False
             self.running.keep_up(self.checkpointing.after_step)
@@ -257,10 +257,10 @@ class Session(RankListener):
             raise UsageError("progress needs a plan: worker.setup_dataloaders(loader, epochs=...)")
         return min(1.0, self.epochs_done / self.epochs)
 
-    def _tell_progress(self, steps: int) -> None:
+    def _report_progress(self, steps: int) -> None:
         now_s = time.monotonic()
-        if now_s >= self._told_s + HEARTBEAT_S:
-            self._told_s = now_s
+        if now_s >= self._reported_s + HEARTBEAT_S:
+            self._reported_s = now_s
             share = self.progress if self.epochs else None
             self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})
 
@@ -272,20 +272,20 @@ class Session(RankListener):
         return self.rank < self.size and not self.strategy.synchronous
 
     def step_asked(self) -> None:
-        """Tell what a step is made of from what was only looked at."""
+        """Separate the batches of this step from those that the loop did not train on."""
         self.pending.before_step()
 
     def step_skipped(self) -> None:
-        """Count a step that lies before the checkpoint that the run goes on from."""
+        """Count a step that lies before the checkpoint that the run resumes from."""
         if self.checkpointing is not None:
             self.checkpointing.step_skipped()
 
     def before_step(self) -> None:
-        """Refuse a step from weights that the method knows nothing of."""
+        """Refuse a step from weights that were loaded without the method's knowledge."""
         self.loads.check_step()
 
     def after_step(self) -> None:
-        """Have done with the batches of a step; show buffers, and make a checkpoint, if due."""
+        """Mark the batches of the step as used; share buffers; make a checkpoint, if due."""
         self.pending.after_step()
         self.buffers.after_step()
         if self.checkpointing is not None:
@@ -294,7 +294,7 @@ class Session(RankListener):
                 self.between_batches()
 
     def rejoin(self, x: Tensor) -> None:
-        """Take the state of the others, in another life."""
+        """Take the state of the others, in a new incarnation."""
         try:
             self._join(self.strategy.rejoin, x)
         except ServingDone:
@@ -303,7 +303,7 @@ class Session(RankListener):
         self.buffers.adopt()
 
     def has_returned(self) -> None:
-        """In another life, nothing counts that was under way: others have its batches by now."""
+        """Drop what an earlier incarnation left: other workers have its batches by now."""
         self.loads.forget()
         self.pending.drop()
         for loader in self.loaders.values():
@@ -344,7 +344,7 @@ class Session(RankListener):
             )
 
     def _finish_together(self, stepper: Stepper) -> bool:
-        """End with the other workers; whether any of them has made a step, or may have."""
+        """End with the other workers; return whether any of them made a step, or may have."""
         x = stepper.replica.flat.x
         before = x.clone()
         stepper.keep_up(lambda: self.strategy.finish(x), again=True)
@@ -358,10 +358,10 @@ class Session(RankListener):
         return measured is not False
 
     def _measure(self, x: Tensor, steps: int) -> bool | None:
-        """Find out how far the workers are apart, and whether any of them has made a step.
+        """Measure how far the workers are apart, and whether any of them made a step.
 
-        None where that is not known. The distance is the root of the workers' mean square distance
-        to their mean, over the norm of the mean.
+        Returns None where that is not known. The distance is the root of the workers' mean square
+        distance to their mean, over the norm of the mean.
         """
         try:
             measured = self.strategy.among_live(partial(_spread, x, steps), measuring=True)
@@ -377,7 +377,7 @@ class Session(RankListener):
 
     @property
     def catching_up(self) -> bool:
-        """Whether ``train`` is still before the checkpoint that the run goes on from."""
+        """Whether ``train`` has not reached the checkpoint yet that the run resumes from."""
         return self.stepper is not None and self.stepper.skipping
 
     def own_state(self) -> dict[str, Any]:
@@ -392,8 +392,8 @@ class Session(RankListener):
             "epochs_done": self.epochs_done,
         }
 
-    def check_places(self) -> None:
-        """Refuse a place in the data that nobody can go on from."""
+    def check_positions(self) -> None:
+        """Refuse a position in the data from which no run can resume."""
         loaders = self.loaders.values()
         if any(loader.under_way for loader in loaders):
             return
@@ -404,7 +404,7 @@ class Session(RankListener):
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Put the user's objects into the state that :meth:`own_state` gave."""
+        """Restore the user's objects to what :meth:`own_state` returned."""
         replica = self.running.replica
         self._load_model(state)
         replica.optimizer.load_state_dict(state["optimizer"])
@@ -422,26 +422,26 @@ class Session(RankListener):
             self.buffers.load_state(state["rest"])
 
     def show_again(self, state: dict[str, Any]) -> None:
-        """Let others see what they saw of this worker when its state was saved."""
+        """Share the buffers again that others could read when the state was saved."""
         if not (self.running.alone or self.buffers.rest.is_empty):
             self._load_model(state)
             self.buffers.show_again()
 
     def go_on_from(self, positions: list[Position], epochs_done: float) -> None:
-        """Have the loaders, those that are here and those to come, go on from these places."""
+        """Resume all loaders at these positions, also those that are made later."""
         self.positions, self.epochs_done = dict(enumerate(positions)), epochs_done
         for number, loader in enumerate(self.loaders.values()):
             if number in self.positions:
                 loader.resume(self.positions[number], self.catching_up)
 
     def catch_up(self) -> None:
-        """Be where the checkpoint was made that the run goes on from, if there is one."""
+        """Restore the state of the checkpoint that the run resumes from, if there is one."""
         if self.checkpointing is not None:
             self.checkpointing.catch_up()
 
     @contextmanager
     def for_nothing(self) -> Iterator[None]:
-        """Inside, steps are not made and nothing is recorded; afterwards all is as it was."""
+        """Inside, steps are skipped and nothing is recorded; afterwards the state is restored."""
         stepper, state = self.running, copy.deepcopy(self.own_state())
         generators = read_generators(self.device)
         stepper.skipping = True
@@ -457,11 +457,11 @@ class Session(RankListener):
         if self.checkpointing is not None:
             self.checkpointing.save_together(number, stop)
 
-    # What others ask of it -----------------------------------------------------------------------
+    # What others read ------------------------------------------------------------------------
 
     @property
     def running(self) -> Stepper:
-        """The stepping of this rank; refused before ``worker.setup``."""
+        """The stepper of this rank; an error before ``worker.setup``."""
         if self.stepper is None:
             raise UsageError("call worker.setup(model, optimizer) first")
         return self.stepper
@@ -473,7 +473,7 @@ class Session(RankListener):
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the workers that are left: the one that logs and saves."""
+        """Whether this is the first worker that is not lost: the one that logs and saves."""
         return self.rank == 0 or self.world.lost().issuperset(range(self.rank))
 
     @property
@@ -492,13 +492,12 @@ class Session(RankListener):
         return self.recorder.meter
 
     def measuring(self) -> Comm:
-        """The workers among themselves, for what measures the run: it counts and costs nothing."""
+        """A Comm of all workers for what only measures the run: nothing is counted or charged."""
         return Comm(self.ports.off_meter(), range(self.size))
 
     def tell(self, event: str, **facts: Any) -> None:
-        """Have something that happened to this rank written into the run's record."""
-        told = {"t": self.clock.now(), "event": event, "rank": self.rank, **facts}
-        self.listener.event(told)
+        """Report an event of this rank for the run's record."""
+        self.listener.event({"t": self.clock.now(), "event": event, "rank": self.rank, **facts})
 
 
 def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:

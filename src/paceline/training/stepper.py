@@ -85,12 +85,12 @@ class Stepper:
         self._full_batch = 0
 
     def drew(self, samples: int, full_batch: int) -> None:
-        """Hear that a batch was drawn: the next step's gradient stands for it, too."""
+        """Count a batch towards the next step."""
         self._drawn += samples
         self._full_batch = max(self._full_batch, full_batch)
 
     def forget(self, samples: int) -> None:
-        """Hear that a batch was only looked at: no step's gradient stands for it."""
+        """Take back a batch that the loop did not train on."""
         self._drawn -= samples
 
     @property
@@ -164,8 +164,9 @@ class Stepper:
     def _judged(self, g: Gradient) -> Gradient:
         """The gradient; dropped, if it is not finite or explodes.
 
-        One that is not shared is only glanced at. What is missed then breaks the worker's model,
-        and it is not to blame for the gradients of that: the next exchange mends it.
+        A gradient that stays on this worker is only sampled. A bad one that slips through breaks
+        this worker's model until the next exchange repairs it; gradients of a broken model do not
+        count towards setting the worker aside.
         """
         if g.overflow:
             return g
@@ -202,7 +203,7 @@ class Stepper:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         self.steps, self.samples, self.io_s = state["steps"], state["samples"], state["io_s"]
         self.lr, self._full_batch = state["lr"], state["full_batch"]
         if state["first"] is not None:
@@ -210,25 +211,25 @@ class Stepper:
         self.history.__dict__.update(state["history"])
 
     def account(self, last: bool = False) -> None:
-        """Note what has been done and sent by now, outside of steps."""
+        """Record samples and bytes so far, outside of steps."""
         sent = self._recorder.meter.bytes_sent
         self.history.note(self._clock.now(), self.samples, sent, last)
 
     def account_first(self) -> None:
-        """Note what it took to begin; a run that goes on has noted it."""
+        """Record the bytes of the start; a resumed run has them already."""
         if not self.history.rows:
             self.account()
 
     def settle(self) -> None:
-        """Finish what the strategy left pending; nothing is that while steps are ``paused``."""
+        """Finish what the strategy left pending."""
         if not (self.alone or self.paused or self.skipping):
             self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
 
     def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
-        """Act with the others; when they have gone on without this rank, come back first.
+        """Act with the others; if they have gone on without this rank, rejoin them.
 
-        It comes back with fresh state: what it computed before is dropped, here and by the others.
-        Then it acts ``again``, or has nothing to act with any more.
+        What the rank computed before is dropped, by itself and by the others. After it has
+        rejoined, it acts ``again``, or returns None.
         """
         while True:
             try:
@@ -239,9 +240,10 @@ class Stepper:
                 return None
 
     def come_back(self) -> None:
-        """Begin another life, with the state of the others; end, if none of them is left.
+        """Begin a new incarnation with the state of the others; end, if none of them is left.
 
-        Who cannot, as the others keep step or have another in its place by now, ends itself.
+        A rank that cannot return ends itself: workers of a synchronous method, and a server, which
+        has a successor by now.
         """
         if not self._listener.may_return:
             raise Outlived

@@ -2,8 +2,9 @@
 
 The memory is one ``memfd``: it has no name, so nothing is left of it when the last process that
 holds it ends, however it ends. The file is sparse: each rank takes what it needs from a range of
-its own, and pages exist once they are touched. Every word has one writer, so no atomic
-read-modify-write is needed anywhere.
+its own, and pages exist once they are touched. Every word has one writer, or is written under a
+lock; a bell has several, and is only compared for a change. So no atomic read-modify-write is
+needed anywhere.
 """
 
 from __future__ import annotations

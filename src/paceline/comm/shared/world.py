@@ -1,8 +1,9 @@
 """The world of one host: processes that talk through memory they share, without a port.
 
-Each rank has a block of words that it alone writes (see :class:`~.layout.Layout`): who it is, what
-it has sent, what it has taken, how far it is in each group's collectives. Vectors lie in the arena;
-those that :meth:`SharedCollectives.allocate` made are read by peers where they are.
+Each rank has a block of words (see :class:`~.layout.Layout`): who it is, what it has sent, what it
+has taken, how far it is in each group's collectives. It alone writes them, except for its bell.
+Vectors lie in the arena; those that :meth:`SharedCollectives.allocate` made are read by peers where
+they are.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class DistributedCollectives(Collectives):
 def _limbs(numel: int, code: int) -> list[int]:
     """What a collective is, in numbers so small that the squares of all ranks can be summed.
 
-    Members agree if and only if the squares of each number sum to the mean of its sum squared.
+    All of ``size`` members have the same number n if and only if size * sum(n^2) = sum(n)^2.
     """
     return [numel & 0xFFFFF, numel >> 20 & 0xFFFFF, numel >> 40, code]
 

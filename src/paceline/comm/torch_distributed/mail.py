@@ -1,9 +1,10 @@
 """Messages over torch.distributed: one service thread a rank, over a gloo group of its own.
 
-The thread receives announcements and nothing else. What is announced stays with its sender until
-somebody asks for it, and is refused by its announcement before memory is taken for it. A poll does
-not wait for it: it is fetched until the next poll. A send is done, and a mailbox has room again,
-when the receiver has said so. The header of a message travels behind its vector.
+The thread receives announcements and nothing else. A vector stays with its sender until somebody
+asks for it; a receiver can refuse it by its announcement alone, before it allocates memory. A poll
+does not wait for a vector: it starts the transfer, and a later poll returns the message. A send is
+done, and a mailbox has room again, when the receiver has said so. The header of a message travels
+behind its vector.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Guard:
     def admits(
         self, size: float, sender: int, what: str, blamed: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Whether an update of this norm is taken in; ``what`` it is, its norm is compared with.
+        """Whether to accept an update of this norm; earlier ones of its kind, ``what``, tell.
 
         Once a sender is set aside, its updates are still counted, but not told one by one. An
         update that it is not ``blamed`` for does not bring it closer to that.
