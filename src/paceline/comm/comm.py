@@ -53,7 +53,7 @@ class Comm:
     ) -> None:
         self.ports, self.elastic, self.clock = ports, elastic, ports.clock
         self.members = everyone(ports.size) if members is None else ranks(tuple(members))
-        self.rank = self.members.places[ports.rank]
+        self.rank = self.members.index_of[ports.rank]
         self.size = len(self.members)
         self.collectives_done = 0
         self._mail, self._world = ports.mail, ports.members
@@ -109,23 +109,23 @@ class Comm:
         Raises:
             PeersGone: every other rank is gone, and nothing is left to take.
         """
-        places = self.members.places
+        index_of = self.members.index_of
         if (rank := self._unreported_loss()) is not None:
-            return Lost((places[rank],), "receive_any", "it was lost, and has come again")
+            return Lost((index_of[rank],), "receive_any", "it was lost, and has come again")
         incarnation, early = self._early.pop(tag, (0, None))
         if early is not None and self._world.incarnation(early.src) == incarnation:
-            return early._replace(src=places[early.src])
+            return early._replace(src=index_of[early.src])
         sources = Others(self.members, self.ports.rank, self._gone)
         if not sources:
             raise PeersGone
         got = self._mail.receive(like, sources, tag, "receive_any", any_loss=True)
         if isinstance(got, Lost):
             self._gone.add(got.rank, self._world.view().last_ended(got.rank))
-            return got._replace(ranks=(places[got.rank],))
+            return got._replace(ranks=(index_of[got.rank],))
         if (incarnation := self._world.incarnation(got.src)) > self._incarnations.get(got.src, 1):
             self._early[tag] = incarnation, got  # the loss of its predecessor comes first
             return self.receive_any(like, tag)
-        return got._replace(src=places[got.src])
+        return got._replace(src=index_of[got.src])
 
     def _unreported_loss(self) -> int | None:
         """A member that was lost and has come again before its loss was returned."""
@@ -158,7 +158,7 @@ class Comm:
         """Take all messages that have arrived. Never waits."""
         messages = []
         while (message := self._mail.try_receive(like, self._others, tag)) is not None:
-            messages.append(message._replace(src=self.members.places[message.src]))
+            messages.append(message._replace(src=self.members.index_of[message.src]))
         return messages
 
     def publish(self, x: Tensor, header: bytes = b"") -> int:
@@ -254,8 +254,8 @@ class Comm:
 
         All who ask get the same, and so can act together.
         """
-        places = self.members.places
-        return [(places[r], number) for r, number in self._world.final_roster() if r in places]
+        index_of = self.members.index_of
+        return [(index_of[r], number) for r, number in self._world.final_roster() if r in index_of]
 
     def wait_for_successor(self, rank: int, incarnation: int) -> None:
         """Wait until a later incarnation of ``rank`` than this is a member."""
@@ -268,8 +268,8 @@ class Comm:
 
     def _own(self, world: frozenset[int]) -> frozenset[int]:
         """Those of the world's ranks that are in this group, as it counts them."""
-        places = self.members.places
-        return frozenset(places[rank] for rank in world if rank in places)
+        index_of = self.members.index_of
+        return frozenset(index_of[rank] for rank in world if rank in index_of)
 
     # Collectives ---------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Comm:
         """Who took part in the last collective; the same on all who did."""
         if not self._left_out:
             return everyone(self.size)
-        return tuple(self.members.places[rank] for rank in self._present())
+        return tuple(self.members.index_of[rank] for rank in self._present())
 
     def _leave_out(self, lost: PeerLost, needed: int = -1) -> None:
         """Go on without the ranks that a collective missed; raise if that must not be.

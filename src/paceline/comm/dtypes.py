@@ -1,4 +1,4 @@
-"""The dtypes that messages may have, by the number that stands for them."""
+"""The dtypes that messages may have; a message names its dtype by its index in ``DTYPES``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (
 
 
 def dtype_of(code: int) -> torch.dtype:
-    """The dtype that a number in a message stands for.
+    """The dtype with this number in a message.
 
     >>> dtype_of(1)
     torch.float64

@@ -11,17 +11,17 @@ from paceline.errors import UsageError
 OnLoss = Literal["continue", "stop"]
 ON_LOSS = ("continue", "stop")
 MOST_SUCCESSORS = 5
-"""How often one rank that is no worker is started again: more looks like a fault of its own."""
+"""How often the run restarts one server or communicator; more deaths point to a bug in it."""
 
 
 class MembershipPolicy:
-    """Whether a run goes on without a lost rank, and whether that is started again.
+    """Whether a run continues without a lost rank, and whether it restarts that rank.
 
     Args:
-        synchronous: of the method; asynchronous ones go on, unless they are told otherwise.
-        workers: how many there are; ranks from there on serve, and are always started again.
-        on_loss: ``continue`` or ``stop``.
-        max_restarts: how many workers are started again, all together.
+        synchronous: whether the method is synchronous.
+        workers: how many there are; the ranks after them serve, and are always restarted.
+        on_loss: ``continue`` or ``stop``; by default asynchronous methods continue.
+        max_restarts: how many restarts of workers the run makes in total.
     """
 
     def __init__(
@@ -44,31 +44,34 @@ class MembershipPolicy:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run outlives the loss of a rank."""
+        """Whether the run continues after the loss of a rank."""
         return self.on_loss == "continue"
 
     @property
-    def takes_in(self) -> bool:
-        """Whether a worker can come in the middle."""
+    def accepts_joiners(self) -> bool:
+        """Whether a worker can join while the run is under way."""
         return self.goes_on and not self._synchronous
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether a loss ends the run at once, before another rank misses the lost one."""
+        """Whether a loss ends the run at once.
+
+        A synchronous run ends when a rank waits for the lost one: its error can name the wait.
+        """
         return not self.goes_on and not self._synchronous
 
-    def comes_back(self, rank: int) -> bool:
-        """Whether ``rank``, stopped for too long, goes on by itself; others are ended instead.
+    def may_rejoin(self, rank: int) -> bool:
+        """Whether ``rank``, lost because it was stopped, may rejoin; the run kills it otherwise.
 
-        A server has a successor then, and lockstep goes on without the worker.
+        A server has a successor by then, and a synchronous method cannot take a worker in again.
         """
         return rank < self.workers and not self._synchronous
 
     def restarts(self, rank: int) -> bool:
-        """Decide whether ``rank``, which has died, is started again; it counts as if it is."""
+        """Decide whether to restart ``rank``, which has died, and count the restart."""
         if not self.goes_on:
             return False
-        if rank < self.workers and not self.takes_in:
+        if rank < self.workers and not self.accepts_joiners:
             allowed = False
         elif rank < self.workers:
             used = sum(count for worker, count in self._restarted.items() if worker < self.workers)

@@ -1,4 +1,4 @@
-"""Ranks in order, of which a thousand cost as little as two: shared, hashed once, found at once."""
+"""Tuples of ranks that stay cheap when they hold thousands: shared, hashed once, with an index."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, cast, overload
 
 
 class Ranks(tuple[int, ...]):
-    """Some ranks, in order; made with :func:`ranks` they are the same object for all who ask."""
+    """Some ranks, in order. Make them with :func:`ranks`, which shares equal ones."""
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """The place of each rank."""
-        return {rank: place for place, rank in enumerate(self)}
+    def index_of(self) -> dict[int, int]:
+        """The index of each rank in this tuple."""
+        return {rank: index for index, rank in enumerate(self)}
 
     @cached_property
     def _hash(self) -> int:
@@ -23,12 +23,12 @@ class Ranks(tuple[int, ...]):
         return self._hash
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self.places
+        return rank in self.index_of
 
 
 @lru_cache(maxsize=256)
 def ranks(members: tuple[int, ...]) -> Ranks:
-    """These ranks, of which equal ones are shared."""
+    """These ranks as :class:`Ranks`; equal tuples give the same object."""
     return Ranks(members)
 
 
@@ -39,32 +39,36 @@ def everyone(size: int) -> Ranks:
 
 
 class Gone(Collection[int]):
-    """Ranks that were lost; one that comes again, in another ``life``, is no more among them."""
+    """Ranks whose current incarnation has ended. A rank that rejoins is no longer one of them.
 
-    def __init__(self, life: Callable[[int], int]) -> None:
-        self._life, self._lives = life, dict[int, int]()
+    Args:
+        incarnation: gives the current incarnation of a rank.
+    """
 
-    def add(self, rank: int, life: int) -> None:
-        """Hear that this life of a rank is over."""
-        self._lives[rank] = life
+    def __init__(self, incarnation: Callable[[int], int]) -> None:
+        self._incarnation, self._ended = incarnation, dict[int, int]()
+
+    def add(self, rank: int, incarnation: int) -> None:
+        """Record that this incarnation of ``rank`` has ended."""
+        self._ended[rank] = incarnation
 
     def last(self, rank: int) -> int:
-        """The last life of a rank that is known to be over; 0 when none is."""
-        return self._lives.get(rank, 0)
+        """The last incarnation of ``rank`` that was recorded; 0 when there is none."""
+        return self._ended.get(rank, 0)
 
     def __contains__(self, rank: object) -> bool:
-        known = self._lives.get(cast(int, rank))
-        return known is not None and self._life(cast(int, rank)) == known
+        ended = self._ended.get(cast(int, rank))
+        return ended is not None and self._incarnation(cast(int, rank)) == ended
 
     def __iter__(self) -> Iterator[int]:
-        return (rank for rank in self._lives if rank in self)
+        return (rank for rank in self._ended if rank in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 class Others(Sequence[int]):
-    """The members of a group but one, and but those that are ``gone``; never copied."""
+    """A view of a group without its ``own`` rank and without those that are ``gone``."""
 
     def __init__(self, members: Ranks, own: int, gone: Collection[int] = ()) -> None:
         self._members, self._own, self._gone = members, own, gone
@@ -79,8 +83,8 @@ class Others(Sequence[int]):
         return (rank for rank in self._members if rank != self._own and rank not in self._gone)
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[int]: ...
-    def __getitem__(self, place: Any) -> Any:
-        return [*self][place]
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]

@@ -230,7 +230,7 @@ class Supervisor:
         """Handle a request: start a new process for a worker that was lost."""
         if request.get("ask") != "join" or self._policy is None:
             return {"error": "the only request is to join"}
-        if not self._policy.takes_in:
+        if not self._policy.accepts_joiners:
             return {"error": "a synchronous method cannot take late joiners"}
         lost = [w for w in self._workers() if not w.running and not w.returned and not w.error]
         free = [worker for worker in lost if worker not in self._to_start]
@@ -368,7 +368,7 @@ class Supervisor:
         return (
             self._survives_losses
             and self._policy is not None
-            and self._policy.comes_back(rank.number)
+            and self._policy.may_rejoin(rank.number)
         )
 
     def _end_if_stopped(self, rank: Rank) -> None:

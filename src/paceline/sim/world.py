@@ -258,7 +258,7 @@ class World:
                 for inbox in self.inboxes:
                     inbox.withdraw(rank, posted=True)
                 self._lose(rank, f"it has been stopped for {self.limits.dead_s:g} s")
-                if self._losses is not None and not self._losses.comes_back(rank):
+                if self._losses is not None and not self._losses.may_rejoin(rank):
                     self.end(rank)
 
         self.calendar.call(since_s + self.limits.dead_s, give_up)
