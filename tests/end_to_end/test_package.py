@@ -24,8 +24,8 @@ from paceline.strategies.base import Strategy
 ROOT = Path(pl.__file__).parent
 SHARED = [
     f"paceline.strategies.{name}"
-    for name in ("about", "base", "elastic", "lockstep", "packing", "pairs", "place", "ring")
-    + ("rounds", "served", "server", "service", "toolbox")
+    for name in ("about", "base", "elastic", "lockstep", "offers", "packing", "pairs", "place")
+    + ("ring", "rounds", "served", "server", "service", "toolbox")
 ]
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.common.options import at_least
 from paceline.strategies.about import About
-from paceline.strategies.pairs import Note, PairStrategy, candidates, draw
+from paceline.strategies.offers import OfferStrategy
+from paceline.strategies.pairs import Note, candidates, draw
 from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
 
 OFFER, MOVE = 1, 2
 
 
 @dataclass(kw_only=True)
-class ADPSGD(PairStrategy):
+class ADPSGD(OfferStrategy):
     r"""AD-PSGD: a worker and a peer become their mean, and nobody waits for it.
 
     A worker offers its model to a random peer and goes on. The peer, at its next step, moves half
@@ -81,15 +80,11 @@ class ADPSGD(PairStrategy):
         gradient descent", ICML 2018, algorithm 1; there a thread on each worker averages in its
         place.""",
     )
-    synchronous = False
-    state = ("steps", "open")
-
     interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("interval", self.interval, 1)
-        self.open: dict[int, int] = {}
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self._attend(x)
@@ -101,33 +96,16 @@ class ADPSGD(PairStrategy):
 
     def finish(self, x: Tensor) -> None:
         """Answer what still comes until no offer is open anywhere; then take the mean."""
-        while self.among_live(self._count_open):
+        while self.among_live(self.count_open):
             self._attend(x)
         self.take_mean(x, self.steps > 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._forget_lost(self.comm.alive())
-        return super().state_dict()
-
-    def resumed(self) -> None:
-        """Forget offers to workers that were not saved; the others are in incarnation 1 again."""
-        there = self.comm.starters()
-        self.open = {peer: 1 for peer in self.open if peer in there}
-
-    def _count_open(self, workers: Comm) -> int:
-        """How many offers among these workers are open; one that joined too late answers nobody."""
-        if workers.size == 1:  # nobody waits with it until its offers are answered
-            return 0
-        self._forget_lost(set(workers.members).intersection(self.comm.alive()))
-        waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
-        return workers.all_reduce(waited_for, len(self.open)).weight
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""
         for peer, move, header in self.comm.poll(x, MOVE):
             if self.guard.admits(norm(move), peer, "move"):
                 x.add_(move)  # x_i <- x_i + (x_j - x_i) / 2
-            self.open.pop(peer, None)
+            self.answered(peer)
             self.stale.note(self.steps - Note.of(header).steps)
         for peer, theirs, header in self.comm.poll(x, OFFER):
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
@@ -137,25 +115,9 @@ class ADPSGD(PairStrategy):
                 x.sub_(move)  # x_j <- x_j - (x_j - x_i) / 2
 
     def _offer(self, x: Tensor) -> None:
-        """Offer this model to a peer, unless another has still to answer.
-
-        A peer that has come to its end since it got an offer answers at the very end. Such an offer
-        does not keep this worker from making another.
-        """
-        rank = self.comm.rank
-        self._forget_lost(self.live_workers())
-        partners = self.partners()
-        if not self.open.keys().isdisjoint(partners):
-            return
-        peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
-        if peer is None:
-            return
-        incarnation = self.comm.incarnation(peer)
-        if self.comm.post(x, peer, OFFER, self.note()):
-            self.open[peer] = incarnation
-
-    def _forget_lost(self, live: Collection[int]) -> None:
-        """Forget offers to peers that were lost; the next incarnation of one never saw them."""
-        for peer, incarnation in [*self.open.items()]:
-            if peer not in live or self.comm.incarnation(peer) != incarnation:
-                del self.open[peer]
+        """Offer this model to a peer, unless another has still to answer."""
+        if (partners := self.free_partners()) is not None:
+            rank = self.comm.rank
+            peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
+            if peer is not None:
+                self.offer(x, peer, OFFER)
