@@ -46,7 +46,7 @@ def test_a_mailbox_finds_the_first_that_arrived(script):
                 plain.remove(found)
         elif what == "arrives" and how[0] < len(plain) and plain[how[0]].arrived_s == math.inf:
             plain[how[0]].arrived_s = how[1]
-            inbox.arrives(plain[how[0]])
+            inbox.note_arrival(plain[how[0]])
         elif what == "withdraw":
             inbox.withdraw(how[0])
             plain = [message for message in plain if message.posted or message.src != how[0]]

@@ -169,7 +169,7 @@ def test_every_call_pays_its_latency():
 
 def test_a_part_of_the_model_is_cut_into_its_share_of_the_calls():
     net = network(algorithm="ring", calls=0)
-    net.know_model(8 * MB, tensors=50)
+    net.set_model_size(8 * MB, tensors=50)
     whole, half, number = (net.all_reduce(range(2), n).seconds for n in (8 * MB, 4 * MB, 8))
     assert whole == pytest.approx(50 * 2 * 0.001 + 0.08)
     assert half == pytest.approx(25 * 2 * 0.001 + 0.04)
@@ -195,21 +195,21 @@ def test_what_is_on_the_way_stops_at_a_cut_and_goes_on_after_it():
     net = network(1, cut(rank=0, peer=1, for_s=5).at(seconds=0.051))
     assert net.transfer(0.0, 0, 1, 10 * MB) == pytest.approx(0.101 + 5)
     assert net.transfer(0.0, 0, 2, 10 * MB) == pytest.approx(0.201), "the card is not held up"
-    assert net.whole_s(0.0, (0, 1)) == 0.0
-    assert net.whole_s(1.0, (1, 0)) == 5.051
-    assert net.whole_s(1.0, (0, 2)) == 1.0
+    assert net.uncut_s(0.0, (0, 1)) == 0.0
+    assert net.uncut_s(1.0, (1, 0)) == 5.051
+    assert net.uncut_s(1.0, (0, 2)) == 1.0
 
 
 def test_a_cut_for_good_lets_nothing_through():
     net = network(1, cut(rank=0))
-    assert net.whole_s(0.0, (0, 1)) == math.inf
+    assert net.uncut_s(0.0, (0, 1)) == math.inf
     assert net.transfer(0.0, 0, 1, 10 * MB) == math.inf
-    assert net.whole_s(0.0, (2, 1)) == 0.0
+    assert net.uncut_s(0.0, (2, 1)) == 0.0
 
 
 def test_a_node_that_is_cut_off_still_talks_inside():
     net = network(2, cut(node=0, for_s=1))
-    assert [net.whole_s(0.0, pair) for pair in ((0, 1), (0, 2), (2, 3), (3, 1))] == [0, 1, 0, 1]
+    assert [net.uncut_s(0.0, pair) for pair in ((0, 1), (0, 2), (2, 3), (3, 1))] == [0, 1, 0, 1]
     assert net.end_s(0.0, 0.5, (0, 1)) == 0.5
     assert net.end_s(0.0, 0.5, range(4)) == 1.5
     assert net.affected(0.0, range(4)) == [0, 1]

@@ -1,4 +1,4 @@
-"""The virtual clock, and what computing costs on it."""
+"""The virtual clock, and the time that it charges for computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SimulatedClock(Clock):
     """The clock of one rank.
 
     Attributes:
-        charged_s: the computing time that was charged by :meth:`charge`.
+        charged_s: the total that :meth:`charge` has charged.
     """
 
     def __init__(self, own: SimulatedRank) -> None:
@@ -34,7 +34,7 @@ class SimulatedClock(Clock):
         self._own.works = False
 
     def set_model_size(self, nbytes: int, tensors: int) -> float:
-        return self._world.network.know_model(nbytes, tensors)
+        return self._world.network.set_model_size(nbytes, tensors)
 
     def begin_step(self, step: int) -> None:
         own, world = self._own, self._world

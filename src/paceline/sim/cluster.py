@@ -4,9 +4,9 @@
 
     about = "four desks and an old switch"
     ranks_per_node = 1
-    cores = 2                 # of a node, which its ranks share; 0: one for each
+    cores = 2                 # the ranks of a node share them; 0: one for each rank
 
-    [network]                 # a node's card, and the way between two nodes
+    [network]                 # the link between two nodes, and the network card of each
     latency_s = 5e-5
     bytes_per_s = 125e6
 
@@ -17,7 +17,7 @@
     [compute]
     sample_s = 3e-4           # forward and backward of one sample
     spread = 0.1              # each step takes up to 10 % more or less
-    factors = [1.0, 1.0, 2.0] # taken in turn by the ranks: every third is twice as slow
+    factors = [1.0, 1.0, 2.0] # by rank, cyclically: every third rank is twice as slow
 
     [loading]
     sample_s = 1e-5
@@ -30,7 +30,7 @@
     [serving]
     bytes_per_s = 2e9         # how fast a server applies updates
 
-    [handling.post]           # what a rank's own core does to pack and leave a message
+    [handling.post]           # the time of the rank's own core to pack and post a message
     latency_s = 2e-5
     bytes_per_s = 2e9
 
@@ -63,7 +63,7 @@ ALGORITHMS = ("auto", "ring", "tree", "two-level")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One way for bytes: ``latency_s``, then ``bytes_per_s``."""
+    """A link: a message takes ``latency_s``, and one second for each ``bytes_per_s`` bytes."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
@@ -82,14 +82,14 @@ class Compute:
     """How long a gradient takes.
 
     Args:
-        step_s: what each step costs, whatever its batch.
-        sample_s: what each sample costs, forward and backward.
-        spread: each step's time is drawn from 1 - spread to 1 + spread of that.
-        lognormal: or from a lognormal distribution of this sigma and mean 1: now and then, long.
-        trace: or multiplied by these recorded factors, one step after the other; each rank begins
-            somewhere else in it.
-        factors: slowness by rank, taken in turn; 2.0 takes twice as long.
-        slow: slowness of single ranks, on top.
+        step_s: the fixed time of a step.
+        sample_s: the time of each sample, forward and backward.
+        spread: each step takes a random factor from 1 - spread to 1 + spread of that time.
+        lognormal: or a lognormal factor with this sigma and mean 1, so that a few steps are long.
+        trace: or these recorded factors, one for each step, cyclically; each rank starts at a
+            random one.
+        factors: slowness by rank, cyclically; 2.0 takes twice as long.
+        slow: further slowness of single ranks; it multiplies ``factors``.
     """
 
     step_s: float = 0.0
@@ -133,9 +133,8 @@ class Collectives:
     Args:
         algorithm: ``ring``, ``tree``, ``two-level`` (inside each node, among the first ranks of the
             nodes, inside again), or ``auto``, the cheapest of them.
-        calls: how many blocking calls one of the whole model is cut into, each with its latency: 1
-            is fused, 0 is one for each of the model's tensors. A part of the model is cut into its
-            share of them.
+        calls: how many blocking calls one collective on the whole model takes, each with its
+            latency: 1 is fused, 0 is one for each tensor. A part of the model takes its share.
     """
 
     algorithm: Literal["auto", "ring", "tree", "two-level"] = "auto"
@@ -158,15 +157,15 @@ class Serving:
 
 @dataclass(frozen=True, kw_only=True)
 class Handling:
-    """What a rank's own core does for communication; ranks of a node share its cores for it.
+    """The time that communication takes on a rank's own core; ranks of a node share its cores.
 
     Args:
-        post: to pack a message and leave it.
-        take: to take one in.
-        publish: to pack a vector and publish it.
-        peek: to read what another published, and average with it.
-        reduce: a rank's part of the work of a collective.
-        gather: to gather gradients into one vector, where the method uses that.
+        post: to pack and post a message.
+        take: to receive and unpack a message.
+        publish: to pack and publish a vector.
+        peek: to read the vector that another rank published, and average with it.
+        reduce: to add and copy in a collective.
+        gather: to gather the gradients into one vector, if the method uses it.
     """
 
     post: Link = field(default_factory=Link)
@@ -179,16 +178,16 @@ class Handling:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines and links.
+    """A simulated cluster: nodes, links, computing times and faults.
 
     Args:
-        name: for people; so is ``about``.
+        name, about: shown to the user; they have no effect.
         ranks_per_node: 0 puts every rank on one node.
-        cores: of each node; its ranks share them while they compute. 0: one for each rank.
-        network: a node's card, and the way between two nodes.
-        inside: between the ranks of one node.
-        stands_for: a model whose bytes and times runs have, instead of those of their own.
-        faults: what goes wrong.
+        cores: of each node; its computing ranks share them. 0: one for each rank.
+        network: the link between two nodes, and the network card of each.
+        inside: the link between two ranks of one node.
+        stands_for: charge the bytes and times of this model instead of the trained one's.
+        faults: the faults to inject.
     """
 
     name: str = "unnamed"
@@ -210,11 +209,11 @@ class Cluster:
         at_least("cores", self.cores, 0)
 
     def node(self, rank: int) -> int:
-        """The node that ``rank`` lives on."""
+        """The node that ``rank`` runs on."""
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def check_faults(self, faults: Iterable[Fault], size: int) -> None:
-        """Refuse faults of ranks and nodes that are not there when there are ``size`` ranks."""
+        """Refuse faults of ranks and nodes that do not exist in a run of ``size`` ranks."""
         limits = {"rank": size, "peer": size, "node": self.node(size - 1) + 1}
         for fault in faults:
             for name, limit in limits.items():
@@ -299,7 +298,7 @@ def load_cluster(spec: str | os.PathLike[str] | Cluster) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a cluster file; complaints name the file and the key."""
+    """Read a cluster file; errors name the file and the key."""
     return build(Cluster, {"name": path.stem, **_read_toml(path)}, str(path))
 
 

@@ -19,7 +19,7 @@ Shape = tuple[str, int, dtype]
 
 
 class Group:
-    """Members that call collectives together, and those that they have not ended yet."""
+    """Members that call collectives together, and their unfinished collectives by number."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()
@@ -27,7 +27,7 @@ class Group:
 
 
 class Collective:
-    """One operation among the members of a group; ``inputs`` are their vectors and weights."""
+    """One collective of a group; ``inputs`` holds each member's vector and weight."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Collective:
         self._left = len(members)
 
     def __iter__(self) -> Iterator[int]:
-        """Those who are waited for: who is missing, else who is behind bad links, else all."""
+        """The ranks waited for: those not arrived, else those with bad links, else all."""
         missing = [m for m in self.members if m not in self.inputs]
         return iter(missing or self._cut_off or self.members)
 
     def check(self, rank: int, op: str, x: Tensor) -> None:
-        """Refuse a rank that calls something else."""
+        """Refuse ``rank`` if it calls another operation than the first member did."""
         shape = (op, x.numel(), x.dtype)
         if shape != self._shape:
             raise MessageMismatch(
@@ -67,7 +67,7 @@ class Collective:
             )
 
     def arrive(self, rank: int, x: Tensor, weight: int, flags: int) -> None:
-        """Commit this rank's part; the last one to come sets the end."""
+        """Add the input of ``rank``; the last member to arrive starts the operation."""
         self.inputs[rank] = (x, weight)
         self._flags |= flags
         if len(self.inputs) == len(self.members) and not self._gone():
@@ -75,7 +75,7 @@ class Collective:
             self._combine()
 
     def lost(self, rank: int) -> PeerLost | None:
-        """The error of ``rank``, which has arrived, when a member has gone before all had."""
+        """The error to raise in ``rank``, which waits, if a member is gone before the start."""
         if rank not in self.inputs or self._combined:
             return None
         gone = self._gone()
@@ -91,7 +91,7 @@ class Collective:
         return [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
 
     def wait(self, own: SimulatedRank, after_s: float) -> None:
-        """Wait for the end, and forget the operation when the last member has seen it."""
+        """Wait for the end, and count this member as done."""
         if not self.done:
             self._waiting.add(own.rank)
             own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
@@ -140,7 +140,7 @@ def _describe(shape: Shape) -> str:
 
 
 class Part:
-    """One member's part in a collective."""
+    """One member's share of a collective."""
 
     def __init__(
         self, own: SimulatedRank, group: Group, number: int, collective: Collective, x: Tensor
@@ -149,18 +149,18 @@ class Part:
         self._group, self._number = group, number
 
     def arrive(self, weight: int, flags: int = 0) -> None:
-        """Commit this rank's part."""
+        """Add this rank's input."""
         self._collective.arrive(self._own.rank, self._x, weight, flags)
 
     def arrive_late(self, weight: int, flags: int) -> None:
-        """Commit the part of a rank that waits already; end its wait, if a member has gone."""
+        """Add the input of a rank that waits already; end its wait if a member is gone."""
         self.arrive(weight, flags)
         rank, collective = self._own.rank, self._collective
         if not collective.done and (error := collective.lost(rank)) is not None:
             self._own.baton.interrupt(rank, error)
 
     def wait(self, after_s: float = 0.0) -> Total:
-        """Wait for the end, and take the result."""
+        """Wait for the end, and copy the result into this rank's vector."""
         collective = self._collective
         collective.wait(self._own, after_s)
         if collective.result is not None:
@@ -184,11 +184,11 @@ class SimulatedCollectives(Collectives):
         factor: Factor | None = None,
         flags: int = 0,
     ) -> Total:
-        """In one wait: the time owed passes, then this rank arrives."""
+        """Let the owed time pass, arrive and wait for the end, blocked only once."""
         own = self._own
         own.charge(self._world.handling.reduce, x.nbytes)
         own.baton.check(own.rank)
-        owed_s = own.take_debt()
+        owed_s = own.settle_debt()
         part = self._join("all_reduce", x, members, factor)
         if owed_s == 0:
             part.arrive(weight, flags)
@@ -208,14 +208,14 @@ class SimulatedCollectives(Collectives):
         return like.new_zeros(numel)
 
     def _join(self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None) -> Part:
-        """This rank's part in the group's next collective, in which it has not arrived yet."""
+        """Join the group's next collective, without arriving in it yet."""
         world, rank = self._world, self._own.rank
         if rank in world.behind:
             raise LeftBehind
-        reborn = tuple(item for item in world.reborn.items() if item[0] in members)
-        group = world.groups.get((members, reborn))
+        rejoined = tuple(item for item in world.rejoined.items() if item[0] in members)
+        group = world.groups.get((members, rejoined))
         if group is None:
-            group = world.groups[members, reborn] = Group()
+            group = world.groups[members, rejoined] = Group()
         number = group.calls[rank]
         group.calls[rank] += 1
         collective = group.open.get(number)

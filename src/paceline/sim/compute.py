@@ -1,4 +1,4 @@
-"""What computing and loading cost a rank, from the cluster's description."""
+"""How long a rank computes and loads data, according to the cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """The time model of one rank; ``slowdown`` is what faults multiply."""
+    """The time model of one rank; faults change its ``slowdown``."""
 
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
         compute, self._loading = cluster.compute, cluster.loading
@@ -25,54 +25,54 @@ class Costs:
             step_s, sample_s = 0.0, cluster.stands_for.sample_s
         self._step_s, self._sample_s = step_s * factor, sample_s * factor
         self._random = stream(seed, "compute", rank)
-        self._varies = _variation(compute, self._random)
-        self._asked_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
+        self._draw_factor = _variation(compute, self._random)
+        self._requested_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
         self._loaded_s = 0.0
         self._drawn = 0
         self.slowdown = 1.0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        asked_s = [*self._asked_s]
+        """The state for a checkpoint."""
+        asked_s = [*self._requested_s]
         return {"drawn": self._drawn, "asked_s": asked_s, "loaded_s": self._loaded_s}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state` gave; only of one that is new."""
-        self._asked_s.extend(state["asked_s"])
+        """Restore what :meth:`state` returned, in a new object."""
+        self._requested_s.extend(state["asked_s"])
         self._loaded_s, self._drawn = state["loaded_s"], state["drawn"]
-        if self._varies is not None:
+        if self._draw_factor is not None:
             for _ in range(self._drawn):
-                self._varies()
+                self._draw_factor()
 
     def gradient_s(self, samples: int) -> float:
-        """How long forward and backward of ``samples`` take this time."""
+        """How long forward and backward of ``samples`` take in this step."""
         seconds = (self._step_s + self._sample_s * samples) * self.slowdown
-        if self._varies is None:
+        if self._draw_factor is None:
             return seconds
         self._drawn += 1
-        return seconds * self._varies()
+        return seconds * self._draw_factor()
 
     def forward_s(self, samples: int) -> float:
         """How long a forward pass alone takes: a third, as backward costs about two of them."""
         return self._sample_s * samples * self.slowdown / 3
 
     def loading_s(self, samples: int, now_s: float) -> float:
-        """How long a batch asked for now is still on its way.
+        """How long a rank waits for a batch that it requests now.
 
-        The loader fetches one batch at a time, and ``prefetch`` of them before they are asked for:
-        it starts on a batch when the previous one is loaded and a place is free for it.
+        The loader loads one batch at a time, up to ``prefetch`` ahead: it starts on a batch when
+        the previous one is loaded and the buffer has room.
         """
         seconds = self._loading.batch_s + self._loading.sample_s * samples
         if not self._loading.prefetch:
             return seconds
-        full = len(self._asked_s) == self._loading.prefetch
-        self._loaded_s = max(self._loaded_s, self._asked_s[0] if full else 0.0) + seconds
-        self._asked_s.append(now_s)
+        full = len(self._requested_s) == self._loading.prefetch
+        self._loaded_s = max(self._loaded_s, self._requested_s[0] if full else 0.0) + seconds
+        self._requested_s.append(now_s)
         return max(0.0, self._loaded_s - now_s)
 
 
 def _variation(compute: Compute, random: np.random.Generator) -> Callable[[], float] | None:
-    """What each step's time is multiplied by; None where it is always the same."""
+    """Draws the factor of each step's time; None if the time does not vary."""
     if compute.spread:
         return lambda: 1.0 + compute.spread * float(2.0 * random.random() - 1.0)
     if compute.lognormal:

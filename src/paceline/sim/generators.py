@@ -1,8 +1,8 @@
 """The global random generators of every rank, in one process.
 
-User code draws from torch's, numpy's and Python's global generators. Each rank has its own state of
-each, put in place when its code goes on. That happens once a step, so it has to be quick: Python's
-generator is swapped by copying its memory, which takes a microsecond where ``getstate`` and
+User code draws from the global generators of torch, numpy and Python. Each rank has its own state
+of each, which the simulator installs before it runs that rank. That happens once a step, so it has
+to be fast: copying the memory of Python's generator takes a microsecond, ``getstate`` and
 ``setstate`` take twenty.
 """
 
@@ -34,28 +34,28 @@ class _Set(NamedTuple):
 
 
 class Generators:
-    """One set of generators a rank, of which one is in place at a time.
+    """The generators of all ranks, of which one rank's are active at a time.
 
-    As a context manager it keeps those of the calling program, and puts them back.
+    As a context manager it saves those of the calling program, and restores them at the end.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds
         self._saved: dict[int, _Set] = {}
-        self._in_place = -1
+        self._active = -1
 
     def __enter__(self) -> Generators:
-        self._in_place = -1
+        self._active = -1
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.switch_to(-1)
 
     def switch_to(self, rank: int) -> None:
-        """Put the generators of ``rank`` in place."""
-        if rank == self._in_place:
+        """Activate the generators of ``rank``; -1 is the calling program."""
+        if rank == self._active:
             return
-        self._saved[self._in_place] = _Set(
+        self._saved[self._active] = _Set(
             torch.default_generator.get_state(),
             _numpy.get_bit_generator(),
             save_python(),
@@ -66,7 +66,7 @@ class Generators:
         _numpy.set_bit_generator(own.numpy)
         load_python(own.python)
         _python.gauss_next = own.gauss_next
-        self._in_place = rank
+        self._active = rank
 
     def _new(self, rank: int) -> _Set:
         seed = self._seeds[rank]
@@ -90,7 +90,7 @@ def _copy_in(state: Any) -> None:
 
 
 def _can_copy() -> bool:
-    """Whether a generator's memory really is its state, on this interpreter."""
+    """Whether copying the memory of a generator copies its state, on this interpreter."""
     if not 2500 <= _STATE_BYTES <= 2512:
         return False
     before = _python.getstate()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Letter:
-    """A message on its way to, or in, a mailbox. A posted one carries its own copy."""
+    """A message in a mailbox, or on its way to it. A posted one holds a copy of the vector."""
 
     src: int
     tag: int
@@ -29,16 +29,16 @@ class Letter:
 
     @property
     def nbytes(self) -> int:
-        """What it weighs on a link."""
+        """The bytes that it puts on a link."""
         return self.x.nbytes + len(self.header)
 
 
 class Inbox:
-    """What is on its way to one rank, or has come.
+    """The messages to one rank, arrived or on their way.
 
-    By tag and sender, in the order in which it was sent: a message that overtook another of its
-    sender waits for it. The first ones of all senders are in a heap by their time of arrival, so
-    that the next is found without looking at all of them.
+    A queue for each tag and sender holds them in the order in which they were sent: a message that
+    overtakes another of its sender waits for it. A heap holds the first message of each queue by
+    its time of arrival, so that :meth:`find` need not search all queues.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Inbox:
         self._count = 0
 
     def add(self, message: Letter) -> None:
-        """Take in a message; when it arrives may still be open."""
+        """Add a message; its time of arrival may be unknown yet (infinite)."""
         self._count += 1
         message.number = self._count
         senders = self._queues.setdefault(message.tag, {})
@@ -60,24 +60,24 @@ class Inbox:
         if message.posted:
             self._posted[message.src] += 1
         if message.arrived_s < math.inf:
-            self.arrives(message)
+            self.note_arrival(message)
 
-    def arrives(self, message: Letter) -> None:
-        """Hear that the time is known at which a message arrives."""
+    def note_arrival(self, message: Letter) -> None:
+        """Record that the time at which a message arrives is known now."""
         if self._first(message.tag, message.src) is message and message.arrived_s < math.inf:
             firsts = self._firsts.setdefault(message.tag, [])
             heapq.heappush(firsts, (message.arrived_s, message.number, message.src))
 
     def posted_by(self, src: int) -> int:
-        """How many posted messages of ``src`` are in it."""
+        """The number of messages that ``src`` has posted and this rank has not received."""
         return self._posted[src]
 
     def senders(self, tag: int) -> Collection[int]:
-        """Who has messages in it, arrived or on their way."""
+        """The ranks with a message of this tag, arrived or on its way."""
         return self._queues.get(tag, {})
 
     def find(self, sources: Sequence[int], tag: int, now_s: float) -> Letter | None:
-        """The message of ``sources`` that arrived first."""
+        """The message from ``sources`` that arrived first; None if there is none yet."""
         firsts = self._firsts.get(tag)
         if not firsts:
             return None
@@ -89,7 +89,7 @@ class Inbox:
             _, number, src = firsts[0]
             first = self._first(tag, src)
             if first is None or first.number != number:
-                heapq.heappop(firsts)  # it was taken by who asked for this sender alone
+                heapq.heappop(firsts)  # a receive from this sender alone has removed it
             elif src in sources:
                 found = first
             else:
@@ -99,7 +99,7 @@ class Inbox:
         return found
 
     def remove(self, message: Letter) -> None:
-        """Take out a message that :meth:`find` gave: the first of its sender."""
+        """Remove a message that :meth:`find` returned: the first of its sender."""
         senders, firsts = self._queues[message.tag], self._firsts[message.tag]
         queue = senders[message.src]
         queue.popleft()
@@ -107,7 +107,7 @@ class Inbox:
         if firsts and firsts[0][1] == message.number:
             heapq.heappop(firsts)
         if queue:
-            self.arrives(queue[0])
+            self.note_arrival(queue[0])
         else:
             del senders[message.src]
 
@@ -117,14 +117,14 @@ class Inbox:
         return sorted((m for queue in every for m in queue), key=lambda message: message.number)
 
     def withdraw(self, src: int, posted: bool = False) -> None:
-        """Take out what ``src`` offered and nobody took; what it ``posted``, too, or not."""
+        """Remove the messages of ``src`` that nobody received; posted ones only if ``posted``."""
         kept = [m for m in self.all() if m.src != src or (m.posted and not posted)]
         self.clear()
         for message in kept:
             self.add(message)
 
     def clear(self) -> None:
-        """Take out everything."""
+        """Remove all messages."""
         self._queues.clear()
         self._firsts.clear()
         self._posted.clear()

@@ -1,8 +1,8 @@
-"""The kernel of the simulator: what happens next, and who runs.
+"""The kernel of the simulator: which event is next, and which rank runs.
 
 :class:`Calendar` is pure data: a heap ordered by ``(time_s, sequence)``, the only source of order.
 :class:`Baton` gives each rank an OS thread and lets exactly one of them run: a rank that waits
-takes the next event from the calendar itself and hands the baton to whom it belongs.
+takes the next event from the calendar itself and hands the baton to the rank that is due.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.sim.cores import Cores
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that a fault has killed, or whose run is over."""
+    """Ends the thread of a rank: a fault has killed the rank, or the run has been aborted."""
 
 
 class Calendar:
@@ -32,11 +32,11 @@ class Calendar:
         self._sequence = 0
 
     def call(self, time_s: float, callback: Callable[[], None]) -> None:
-        """Have ``callback`` run at ``time_s``."""
+        """Schedule ``callback`` at ``time_s``."""
         self._push(time_s, -1, 0, callback)
 
     def wake(self, time_s: float, rank: int, turn: int) -> None:
-        """Have ``rank`` run at ``time_s``, if it still is at its wait number ``turn``."""
+        """Wake ``rank`` at ``time_s``, if it still is in its wait number ``turn``."""
         self._push(time_s, rank, turn, None)
 
     def next_time_s(self) -> float | None:
@@ -71,7 +71,7 @@ class Wait(NamedTuple):
 
 @dataclass
 class RankState:
-    """Where one rank stands."""
+    """The scheduling state of one rank."""
 
     turn: int = 0
     wait: Wait | None = None
@@ -85,11 +85,12 @@ class RankState:
 
 
 class Baton:
-    """One thread a rank, exactly one of them running.
+    """One thread for each rank, of which exactly one runs.
 
     Attributes:
-        failure: what ended the run early.
-        stalled: whether something never arrives: a wait then ends at its limit, not as a deadlock.
+        failure: the error that ended the run early.
+        stalled: whether a message can never arrive, because its link stays cut: a wait then ends
+            with a timeout, not as a deadlock.
     """
 
     def __init__(self, calendar: Calendar, size: int, progress_limit_s: float) -> None:
@@ -107,16 +108,16 @@ class Baton:
     # For the thread that starts the run ----------------------------------------------------------
 
     def share_cores(self, nodes: Sequence[int], count: int) -> None:
-        """Let the ranks of a node share so many cores; ``nodes`` says where each rank lives."""
+        """Let the ranks of each node share ``count`` cores; ``nodes`` is the node of each rank."""
         each = {node: Cores(self.calendar, count, self.wake) for node in set(nodes)}
         self._cores = [each[node] for node in nodes]
 
     def cores(self) -> list[Cores]:
-        """The cores of each node, where ranks share them."""
+        """The cores of each node; empty if ranks do not share cores."""
         return [*dict.fromkeys(self._cores or ())]
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
-        """Run ``body(rank)`` for every rank, to the end; raise what ended the run early."""
+        """Run ``body(rank)`` on every rank until all have ended; raise :attr:`failure`, if any."""
         threads = [
             threading.Thread(target=self._thread, args=(body, rank), name=f"rank-{rank}")
             for rank in range(len(self.ranks))
@@ -142,9 +143,9 @@ class Baton:
         state.computing_until_s = None
 
     def compute_then(self, rank: int, seconds: float, act: Callable[[], None]) -> None:
-        """Let time pass for ``rank``, which goes on to :meth:`wait`; then ``act`` in its place.
+        """Call ``act`` when ``rank`` has computed for ``seconds``; the rank must :meth:`wait` next.
 
-        It blocks once, where :meth:`sleep`, the act and a wait would block twice.
+        The rank blocks once; with :meth:`sleep`, ``act()`` and a wait it would block twice.
         """
         state = self.ranks[rank]
         state.then = act
@@ -153,9 +154,10 @@ class Baton:
     def wait(
         self, rank: int, op: str, peers: Iterable[int], patient: bool = False, after_s: float = 0.0
     ) -> None:
-        """Block until :meth:`wake`; ``op`` and ``peers`` say what for; ``patient``: for ever.
+        """Block until :meth:`wake`. Errors name ``op`` and ``peers``.
 
-        It counts as a wait from ``after_s`` on: before that the rank computes.
+        A ``patient`` wait has no time limit. The limit counts from ``after_s`` on: the rank
+        computes before that.
         """
         state = self.ranks[rank]
         since_s = self.calendar.now_s + after_s
@@ -169,7 +171,7 @@ class Baton:
             state.wait = None
 
     def check(self, rank: int) -> None:
-        """Raise what is due in ``rank``: a killed rank is killed again at each call."""
+        """Raise the pending interrupt of ``rank``; ``Killed`` is raised again at each call."""
         interrupt = self.ranks[rank].interrupt
         if interrupt is None:
             return
@@ -185,7 +187,7 @@ class Baton:
         self.calendar.wake(time_s, rank, self.ranks[rank].turn)
 
     def interrupt(self, rank: int, error: BaseException) -> None:
-        """Raise ``error`` in ``rank``, where it blocks or at its next call."""
+        """Raise ``error`` in ``rank``: in its present wait, or at its next call."""
         state = self.ranks[rank]
         if state.ended or isinstance(state.interrupt, Killed):
             return
@@ -216,7 +218,7 @@ class Baton:
             state.left_s = self._cores[rank].leave(rank)
 
     def thaw(self, rank: int) -> None:
-        """Let ``rank`` go on where it stopped; what was left to compute still is."""
+        """Let ``rank`` continue where it stopped, with the computing time that it had left."""
         state = self.ranks[rank]
         if state.ended or state.frozen_since_s is None:
             return
@@ -229,14 +231,14 @@ class Baton:
             self.wake(rank)
 
     def stay_frozen(self, rank: int) -> None:
-        """Stop here, if ``rank`` (which runs now) has just been frozen."""
+        """Block the running ``rank`` here if it has just been frozen."""
         state = self.ranks[rank]
         if state.frozen_since_s is not None:
             state.held_wake = True
             self.wait(rank, "a freeze", (), patient=True)
 
     def revive(self, rank: int, after_s: float) -> None:
-        """Let a killed ``rank``, whose thread calls this, live again after a while."""
+        """Restart a killed ``rank`` after ``after_s``; its own thread calls this."""
         state = self.ranks[rank]
         state.interrupt = state.wait = state.then = None
         state.held_wake, state.frozen_since_s, state.left_s = False, None, None
@@ -244,7 +246,7 @@ class Baton:
         self.sleep(rank, after_s)
 
     def abort(self, failure: BaseException) -> None:
-        """End the run because of ``failure``: every rank still there is ended."""
+        """End the run because of ``failure``: kill every rank that has not ended."""
         if self.failure is None:
             self.failure = failure
         for rank in range(len(self.ranks)):
@@ -255,7 +257,7 @@ class Baton:
     def _thread(self, body: Callable[[int], None], rank: int) -> None:
         self._locks[rank].acquire()
         try:
-            body(rank)  # which looks for itself whether it was killed before it began
+            body(rank)  # checks itself whether the rank was killed before it began
         except Killed:
             pass
         except BaseException as error:
@@ -265,7 +267,7 @@ class Baton:
         self._hand_on()
 
     def _compute(self, rank: int, state: RankState, seconds: float) -> None:
-        """Have ``rank`` woken when it has computed for so long; on shared cores, maybe later."""
+        """Wake ``rank`` when it has computed for ``seconds``, or longer on shared cores."""
         state.computing_until_s = self.calendar.now_s + seconds
         if self._cores is None:
             self.calendar.wake(state.computing_until_s, rank, state.turn)

@@ -24,7 +24,7 @@ from paceline.sim.rank import SimulatedRank, as_value
 
 
 class Offer(Sending):
-    """A message that its sender holds until it is taken."""
+    """A message that its sender holds until the receiver takes it."""
 
     def __init__(self, own: SimulatedRank, letter: Letter, dst: int) -> None:
         self._own, self._letter, self._dst = own, letter, dst
@@ -50,12 +50,12 @@ class SimulatedMail(Mail):
     # Messages ------------------------------------------------------------------------------------
 
     def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
-        self._hand_over(x, header)
+        self._charge_post(x, header)
         letter = Letter(self._rank, tag, x, header, False, self._calendar.now_s)
         if dst not in self._world.departed:
             self._world.offered_to[self._rank].add(dst)
             self._world.inboxes[dst].add(letter)
-            self.ring(letter, dst)
+            self.wake_receiver(letter, dst)
         return Offer(self._own, letter, dst)
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
@@ -67,34 +67,34 @@ class SimulatedMail(Mail):
         return True
 
     def deliver(self, x: Tensor, dst: int, tag: int, header: bytes) -> None:
-        """Post a message, whether the mailbox of ``dst`` has room or not."""
-        self._hand_over(x, header)
+        """Post a message, even if the mailbox of ``dst`` is full."""
+        self._charge_post(x, header)
         if dst not in self._world.departed:
             letter = Letter(self._rank, tag, x.clone(), header, True, math.inf)
             self._world.inboxes[dst].add(letter)
-            self._set_out(letter, dst)
+            self._dispatch(letter, dst)
 
-    def _hand_over(self, x: Tensor, header: bytes) -> None:
+    def _charge_post(self, x: Tensor, header: bytes) -> None:
         self._own.charge(self._world.handling.post, x.nbytes + len(header))
         self._own.pass_time()
 
-    def _set_out(self, letter: Letter, dst: int) -> None:
-        """Put a posted message on its way, once the link is up."""
+    def _dispatch(self, letter: Letter, dst: int) -> None:
+        """Put a posted message on the link, as soon as the link is up."""
         network, now_s = self._world.network, self._calendar.now_s
-        whole_s = network.whole_s(now_s, (self._rank, dst))
-        if whole_s > now_s:
-            self._world.later(whole_s, lambda: self._set_out(letter, dst))
+        uncut_s = network.uncut_s(now_s, (self._rank, dst))
+        if uncut_s > now_s:
+            self._world.later(uncut_s, lambda: self._dispatch(letter, dst))
             return
-        there_s = network.transfer(now_s, self._rank, dst, letter.nbytes)
-        letter.arrived_s = there_s
-        self._world.inboxes[dst].arrives(letter)
-        if there_s > now_s:
-            self._world.later(there_s, lambda: self.ring(letter, dst))
+        arrival_s = network.transfer(now_s, self._rank, dst, letter.nbytes)
+        letter.arrived_s = arrival_s
+        self._world.inboxes[dst].note_arrival(letter)
+        if arrival_s > now_s:
+            self._world.later(arrival_s, lambda: self.wake_receiver(letter, dst))
         else:
-            self.ring(letter, dst)
+            self.wake_receiver(letter, dst)
 
-    def ring(self, letter: Letter, dst: int) -> None:
-        """Wake ``dst``, if it waits for this message."""
+    def wake_receiver(self, letter: Letter, dst: int) -> None:
+        """Wake ``dst`` if it waits for this message."""
         sources, tag = self._world.receivers.get(dst, ((), 0))
         if letter.tag == tag and letter.src in sources:
             self._world.end_wait(dst)
@@ -103,12 +103,12 @@ class SimulatedMail(Mail):
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
     ) -> Message | Lost:
         self._own.check()
-        vigil = partial(self._any_loss if any_loss else self._no_more, sources, tag, op)
+        loss_check = partial(self._any_loss if any_loss else self._no_more, sources, tag, op)
         try:
             while (letter := self._inbox.find(sources, tag, self._calendar.now_s)) is None:
                 self._world.receivers[self._rank] = (sources, tag)
                 try:
-                    self._own.wait(op, sources, vigil, patient=any_loss)
+                    self._own.wait(op, sources, loss_check, patient=any_loss)
                 finally:
                     del self._world.receivers[self._rank]
             return self._take(letter, like, op)
@@ -127,7 +127,7 @@ class SimulatedMail(Mail):
             check_fit(like, x.numel(), x.dtype, src, letter.tag)
             if not letter.posted:
                 x = x.clone()
-                self._own.carry(src, letter.nbytes, op)
+                self._own.transfer_from(src, letter.nbytes, op)
         finally:
             letter.taken = True
             if letter.awaited:
@@ -136,15 +136,15 @@ class SimulatedMail(Mail):
         return Message(src, x.view_as(like), letter.header)
 
     def _no_more(self, sources: Sequence[int], tag: int, op: str) -> PeerLost | None:
-        """Why to give up on a message: all who could send it are gone, and none is on its way."""
+        """The error if all ``sources`` are gone and no message of theirs is on its way."""
         if any(src in sources for src in self._inbox.senders(tag)):
             return None
         return self._own.loss(sources, op)
 
     def _any_loss(self, sources: Sequence[int], tag: int, op: str) -> PeerLost | None:
-        """The first of ``sources`` that is gone and has left no message."""
-        departed, left = self._world.departed, self._inbox.senders(tag)
-        gone = [rank for rank in departed if rank in sources and rank not in left]
+        """The error if one of ``sources`` is gone and no message of it is on its way."""
+        departed, senders = self._world.departed, self._inbox.senders(tag)
+        gone = [rank for rank in departed if rank in sources and rank not in senders]
         return PeerLost([min(gone)], op, departed[min(gone)], 0.0) if gone else None
 
     # Windows -------------------------------------------------------------------------------------
@@ -177,27 +177,27 @@ class SimulatedMail(Mail):
         return self._world.windows.get((src, PUBLISHED)) if here else None
 
     def _fetch(self, src: int, latency_s: float) -> Published | None:
-        """In one wait: the time owed passes, the request goes there, the window comes back."""
+        """Let the owed time pass, request the window and wait for it, blocked only once."""
         own, baton, calendar = self._own, self._own.baton, self._calendar
         network, seen = self._world.network, list[Published | None]()
 
         def ask() -> None:
             turn = baton.ranks[own.rank].turn
-            there_s = network.request(calendar.now_s, own.rank, src)
-            calendar.call(there_s, partial(look, turn))
+            arrival_s = network.request(calendar.now_s, own.rank, src)
+            calendar.call(arrival_s, partial(look, turn))
 
         def look(turn: int) -> None:
             if baton.ranks[own.rank].turn != turn:
-                return  # the rank that asked was lost meanwhile
+                return  # the requesting rank was lost meanwhile
             now_s, window = calendar.now_s, self._window(src)
             seen.append(window)
-            there_s = now_s + latency_s
+            arrival_s = now_s + latency_s
             if window is not None:
-                there_s = network.transfer(now_s, src, own.rank, _nbytes(window))
-            calendar.wake(there_s, own.rank, turn)
+                arrival_s = network.transfer(now_s, src, own.rank, _nbytes(window))
+            calendar.wake(arrival_s, own.rank, turn)
 
         baton.check(own.rank)
-        owed_s = own.take_debt()
+        owed_s = own.settle_debt()
         if owed_s > 0:
             baton.compute_then(own.rank, owed_s, ask)
         else:
@@ -208,11 +208,11 @@ class SimulatedMail(Mail):
     def read(
         self, src: int, like: Tensor | None, look: Callable[[], Published | None]
     ) -> Published | None:
-        """Fetch what ``look`` finds at ``src``, in the time that the request and it take."""
+        """Fetch what ``look`` finds at ``src``; the request and the transfer take time."""
         own, network, op = self._own, self._world.network, f"peek at rank {src}"
         own.pass_time()
         latency_s = network.link(own.rank, src).latency_s
-        own.wait_until(network.whole_s(self._calendar.now_s, (src, own.rank)), op, src)
+        own.wait_until(network.uncut_s(self._calendar.now_s, (src, own.rank)), op, src)
         own.wait_until(network.request(self._calendar.now_s, own.rank, src), op, src)
         seen = look()
         if seen is None:
@@ -220,7 +220,7 @@ class SimulatedMail(Mail):
             return None
         if like is not None:
             check_fit(like, seen.x.numel(), seen.x.dtype, src, 0)
-        own.carry(src, _nbytes(seen), op)
+        own.transfer_from(src, _nbytes(seen), op)
         return self._copy_here(src, seen, like)
 
     def _copy_here(self, src: int, seen: Published, like: Tensor | None) -> Published | None:

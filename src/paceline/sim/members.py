@@ -15,7 +15,7 @@ class SimulatedMembers(Members):
 
     def __init__(self, own: SimulatedRank) -> None:
         self._own, self._world, self._rank = own, own.world, own.rank
-        self.late = self._rank in self._world.joined_late or self._rank in self._world.reborn
+        self.late = self._rank in self._world.joined_late or self._rank in self._world.rejoined
         everyone = range(self._world.size)
         self.starters = ranks(tuple(r for r in everyone if r not in self._world.joined_late))
 
@@ -50,7 +50,7 @@ class SimulatedMembers(Members):
         self._own.check()
         world, seen = self._world, self._world.membership
         self._own.baton.wake(self._rank, self._own.calendar.now_s + seconds)
-        self._own.wait_for_members("a rank that comes back", (), patient=True)
+        self._own.wait_for_members("a rank that rejoins", (), patient=True)
         return world.membership != seen
 
     def wait_for_successor(self, rank: int, incarnation: int) -> None:

@@ -1,4 +1,4 @@
-"""Models whose bytes and times a simulation can have, while it trains a smaller network.
+"""Models whose bytes and times a simulation can charge while it trains a smaller network.
 
 Parameters and tensors are those of torchvision (``resnet18``, ``resnet50``, ``vgg16``) and
 transformers (``bert-base-uncased``, ``gpt2``), in float32. Times were measured with
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StandsFor:
-    """The model whose bytes and times a run has; its gradients are those of the trained network.
+    """The model whose bytes and times a run charges; it trains another, smaller network.
 
     Args:
         model: its name.
-        bytes: of its parameters; whatever is sent counts in proportion.
+        bytes: of its parameters; the bytes of each message are scaled in proportion.
         sample_s: forward and backward of one sample, in place of the cluster's.
-        tensors: how many it has, for collectives with one call for each.
+        tensors: its number of tensors, for collectives with one call for each.
         source: where the numbers come from.
     """
 
@@ -63,7 +63,7 @@ MODELS = {
 
 
 def as_model(cluster: Cluster, name: str | None) -> Cluster:
-    """The same cluster, on which runs have the bytes and times of a named model."""
+    """The same cluster, charging the bytes and times of a named model."""
     if name is None:
         return cluster
     if name not in MODELS:
@@ -72,7 +72,7 @@ def as_model(cluster: Cluster, name: str | None) -> Cluster:
 
 
 def stands_for_note(model: str) -> str:
-    """What every output says of such a run.
+    """The note that every output of such a run shows.
 
     >>> stands_for_note("resnet50")
     'times and bytes as of resnet50; gradients of the network that was trained'

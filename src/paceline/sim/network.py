@@ -1,10 +1,10 @@
-"""What messages cost: links with latency and bandwidth, and cards that are busy.
+"""How long messages take: links have latency and bandwidth, and network cards can be busy.
 
 A message from one node to another occupies the sender's card and the receiver's card, one message
-at a time on each, so that many senders queue at one receiver: that is what chokes a parameter
-server. Ranks of one node share its card; among themselves they use the node's memory.
-A collective is not sent message by message: it takes what its algorithm takes once all are there,
-in one call or in one for each of the tensors of the model.
+at a time on each, so many senders queue at one receiver: that makes a parameter server a
+bottleneck. Ranks of one node share its card; among themselves they use the node's memory.
+A collective is not simulated message by message: when all members have arrived, it takes the time
+of its algorithm, in one call or in one for each tensor of the model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.common.faults import Fault
 from paceline.sim.cluster import Cluster, Link
 from paceline.sim.outages import Outages
 
-Way = Callable[[Sequence[int], float, int], float]
-"""An algorithm: the seconds of members, bytes and passes (2 for an all-reduce, 1 one way)."""
+Algorithm = Callable[[Sequence[int], float, int], float]
+"""The seconds that it takes, from members, bytes and passes (all-reduce 2, broadcast 1)."""
 
 
 class Cost(NamedTuple):
-    """What a collective takes: seconds, and the bytes that each member puts on its link."""
+    """The seconds of a collective, and the bytes that each member puts on its link."""
 
     seconds: float
     wire_bytes: float
@@ -45,8 +45,8 @@ class Network:
         self._scale = 1.0
         self.wire_bytes = 0.0
 
-    def know_model(self, nbytes: int, tensors: int) -> float:
-        """Hear how large the model is; the factor that its bytes count with from now on."""
+    def set_model_size(self, nbytes: int, tensors: int) -> float:
+        """Set the size of the model; return the factor that scales bytes from now on."""
         stands_for = self._cluster.stands_for
         self._model_bytes, self._tensors = nbytes, tensors
         if stands_for is not None:
@@ -54,7 +54,7 @@ class Network:
         return self._scale
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: until when its cards are busy, and what went through."""
+        """The state for a checkpoint: until when the cards are busy, and the bytes sent."""
         return {
             "sending": dict(self._sending_until_s),
             "receiving": dict(self._receiving_until_s),
@@ -62,17 +62,17 @@ class Network:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         self._sending_until_s, self._receiving_until_s = state["sending"], state["receiving"]
         self.wire_bytes = state["wire_bytes"]
 
     def link(self, src: int, dst: int) -> Link:
-        """The way from one rank to another."""
+        """The link from one rank to another."""
         same_node = self._node(src) == self._node(dst)
         return self._cluster.inside if same_node else self._cluster.network
 
     def transfer(self, now_s: float, src: int, dst: int, nbytes: int) -> float:
-        """Put a message on the way; return when the last byte is there."""
+        """Send a message; return when its last byte arrives."""
         self.wire_bytes += nbytes * self._scale
         link = self.link(src, dst)
         duration_s = nbytes * self._scale / link.bytes_per_s
@@ -87,7 +87,7 @@ class Network:
         return last_byte_s
 
     def request(self, now_s: float, src: int, dst: int) -> float:
-        """When a word of a few bytes is there: it waits its turn behind the messages before it."""
+        """When a request of a few bytes arrives; it queues behind the messages before it."""
         link = self.link(src, dst)
         if link is self._cluster.inside:
             return now_s + link.latency_s
@@ -99,16 +99,16 @@ class Network:
         """Whether links are cut or degraded in this run."""
         return self._outages is not None
 
-    def whole_s(self, now_s: float, members: Sequence[int]) -> float:
-        """From when on no way between ``members`` is cut."""
-        return now_s if self._outages is None else self._outages.whole_s(now_s, members)
+    def uncut_s(self, now_s: float, members: Sequence[int]) -> float:
+        """The time from which on no link between ``members`` is cut."""
+        return now_s if self._outages is None else self._outages.uncut_s(now_s, members)
 
     def affected(self, now_s: float, members: Sequence[int]) -> list[int]:
-        """Those of ``members`` whose ways are cut or degraded now."""
+        """Those of ``members`` whose links are cut or degraded now."""
         return self._outages.affected(now_s, members) if self._outages is not None else []
 
     def end_s(self, now_s: float, seconds: float, members: Sequence[int]) -> float:
-        """When a collective ends that begins now and takes ``seconds`` on whole links."""
+        """When a collective ends that begins now and takes ``seconds`` on undisturbed links."""
         return self._passage(now_s, seconds, members)[0]
 
     def _passage(
@@ -119,36 +119,36 @@ class Network:
         return self._outages.passage(start_s, seconds, members)
 
     def work_s(self, work: Link, nbytes: int) -> float:
-        """How long a rank's own core is busy with a vector."""
+        """How long a rank's own core needs to handle a vector."""
         return work.seconds(nbytes * self._scale)
 
     def update_s(self, nbytes: int) -> float:
-        """How long a server is busy with an update."""
+        """How long a server needs to apply an update."""
         return nbytes * self._scale / self._cluster.serving.bytes_per_s
 
     def all_reduce(self, members: Sequence[int], nbytes: int) -> Cost:
-        """What the cluster's algorithm takes, in as many calls as it makes."""
-        ways = {"ring": self._ring, "tree": self._tree, "two-level": self._two_level}
-        return self._in_calls(members, nbytes, 2, ways)
+        """The cost of an all-reduce with the cluster's algorithm and number of calls."""
+        algorithms = {"ring": self._ring, "tree": self._tree, "two-level": self._two_level}
+        return self._in_calls(members, nbytes, 2, algorithms)
 
     def broadcast(self, members: Sequence[int], nbytes: int) -> Cost:
-        """The same one way; a ring has none, and broadcasts by a tree."""
-        ways = {"ring": self._tree, "tree": self._tree, "two-level": self._two_level}
-        return self._in_calls(members, nbytes, 1, ways)
+        """The cost of a broadcast; the ring algorithm broadcasts by a tree."""
+        algorithms = {"ring": self._tree, "tree": self._tree, "two-level": self._two_level}
+        return self._in_calls(members, nbytes, 1, algorithms)
 
     def _in_calls(
-        self, members: Sequence[int], nbytes: int, passes: int, ways: Mapping[str, Way]
+        self, members: Sequence[int], nbytes: int, passes: int, algorithms: Mapping[str, Algorithm]
     ) -> Cost:
         chosen, calls = self._cluster.collectives.algorithm, self._calls(nbytes)
-        allowed = ways.values() if chosen == "auto" else [ways[chosen]]
+        allowed = algorithms.values() if chosen == "auto" else [algorithms[chosen]]
         size, load = len(members), nbytes * self._scale
-        seconds = calls * min(way(members, load / calls, passes) for way in allowed)
+        seconds = calls * min(time_of(members, load / calls, passes) for time_of in allowed)
         wire_bytes = passes * load * (size - 1) / size
         self.wire_bytes += wire_bytes * size
         return Cost(seconds, wire_bytes)
 
     def _calls(self, nbytes: int) -> int:
-        """How many calls: the share of the whole model's that these bytes are of its bytes."""
+        """How many calls ``nbytes`` take: their share of the calls of the whole model."""
         calls = self._cluster.collectives.calls or self._tensors
         if self._model_bytes:
             calls = round(calls * nbytes / self._model_bytes)
@@ -165,7 +165,7 @@ class Network:
         return passes * _depth(len(members)) * link.seconds(nbytes)
 
     def _two_level(self, members: Sequence[int], nbytes: float, passes: int) -> float:
-        """A tree inside each node, and what is cheaper among the first ranks of the nodes."""
+        """A tree inside each node; a tree or a ring, if cheaper, among their first ranks."""
         first: dict[int, int] = {}
         counts = Counter(self._node(member) for member in members)
         for member in members:

@@ -1,6 +1,6 @@
-"""Links that are cut or degraded for a while: what that does to messages and collectives.
+"""Links that are cut or degraded for a while, and how they delay messages and collectives.
 
-All of it is known before a run begins, so that the time of a message is computed when it sets out.
+All outages are known before a run begins, so the arrival of a message is computed when it is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NodeOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Outage:
-    """A time in which a share of the bandwidth is left, between some ranks: 0 when it is cut."""
+    """A time in which links have only ``share`` of their bandwidth; 0 when they are cut."""
 
     start_s: float
     end_s: float
@@ -27,13 +27,13 @@ class Outage:
 
     @classmethod
     def of(cls, fault: Fault) -> Outage:
-        """The outage that a fault makes."""
+        """The outage that a fault causes."""
         start_s = fault.at_s or 0.0
         end_s = math.inf if fault.for_s is None else start_s + fault.for_s
         return cls(start_s, end_s, fault.factor or 0.0, fault.rank, fault.peer, fault.node)
 
     def between(self, members: Sequence[int], node: NodeOf) -> list[int]:
-        """Those of ``members`` whose way to others of them it is in; none where it is in none."""
+        """Those of ``members`` whose link to another member it affects."""
         if self.node is not None:
             inside = [member for member in members if node(member) == self.node]
             return inside if len(inside) < len(members) else []
@@ -51,8 +51,8 @@ class Outages:
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def whole_s(self, now_s: float, members: Sequence[int]) -> float:
-        """From when on no way between ``members`` is cut: now, later, or never."""
+    def uncut_s(self, now_s: float, members: Sequence[int]) -> float:
+        """The time from which on no link between ``members`` is cut; infinite if never."""
         cuts = [o for o in self._among(members) if o.share == 0]
         while on := [o.end_s for o in cuts if o.start_s <= now_s < o.end_s]:
             now_s = max(on)
@@ -61,9 +61,9 @@ class Outages:
     def passage(
         self, start_s: float, seconds: float, members: Sequence[int]
     ) -> tuple[float, float]:
-        """When what takes ``seconds`` on whole links ends, and how long of that it was moving.
+        """When a transfer of ``seconds`` on undisturbed links ends, and how long bytes moved.
 
-        It stands still while a way is cut, and goes at the lowest share that is left otherwise.
+        It stops while a link is cut; otherwise it runs at the lowest share of the links.
         """
         among = self._among(members)
         time_s, moving_s = start_s, 0.0
@@ -80,7 +80,7 @@ class Outages:
             time_s += span_s
 
     def affected(self, now_s: float, members: Sequence[int]) -> list[int]:
-        """Those of ``members`` whose ways are cut or degraded now."""
+        """Those of ``members`` whose links are cut or degraded now."""
         on = (o for o in self._all if o.start_s <= now_s < o.end_s)
         return sorted({rank for o in on for rank in o.between(members, self._node)})
 

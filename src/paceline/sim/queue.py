@@ -47,7 +47,7 @@ class SimulatedQueue(DataQueue):
         self._own.pass_time()
         self._world.finished |= {self._rank}
         self._world.rendezvous_over = True
-        self._world.look_again()
+        self._world.wake_awaiting()
 
     def finished(self) -> frozenset[int]:
         self._own.pass_time()

@@ -1,4 +1,4 @@
-"""What the ports of one simulated rank share: its debt of time, and how it waits."""
+"""What the ports of one simulated rank share: the time that it owes, and how it waits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from paceline.sim.cluster import Link
 if TYPE_CHECKING:
     from paceline.sim.world import World
 
-Vigil = Callable[[], BaseException | None]
-"""Asked whenever a rank departs: the error of a wait that cannot end any more, or None."""
+LossCheck = Callable[[], BaseException | None]
+"""Called whenever a rank departs: the error of a wait that can no longer end, or None."""
 
 
 class SimulatedRank:
     """One rank in a :class:`World`.
 
     Attributes:
-        charged: whether what this rank does takes virtual time.
-        works: whether its core handles vectors; a server's work is charged as updates instead.
+        charged: whether the actions of this rank take virtual time.
+        works: whether handling vectors takes time on its core; False for a server, whose work is
+            charged as updates.
         owed_s: computing time that has not passed yet. It passes before the rank does anything
             that others can see.
     """
@@ -36,30 +37,30 @@ class SimulatedRank:
     # Time ----------------------------------------------------------------------------------------
 
     def pass_time(self) -> None:
-        """Let the time pass that this rank owes."""
+        """Let the owed time pass."""
         self.baton.check(self.rank)
         if self.owed_s > 0:
-            self.baton.sleep(self.rank, self.take_debt())
+            self.baton.sleep(self.rank, self.settle_debt())
 
-    def take_debt(self) -> float:
-        """The time that this rank owes; whoever takes it lets it pass."""
+    def settle_debt(self) -> float:
+        """Set the owed time to 0 and return it; the caller must let it pass."""
         owed_s, self.owed_s = self.owed_s, 0.0
         return owed_s
 
     def check(self) -> None:
-        """Let the time pass, and find out whether the others have gone on without this rank."""
+        """Let the owed time pass; raise LeftBehind if the others have declared this rank lost."""
         self.pass_time()
         if self.rank in self.world.behind:
             raise LeftBehind
 
     def compute(self, seconds: float) -> None:
-        """Owe computing time."""
+        """Add computing time to the owed time."""
         self.owed_s += seconds
-        if self.world.shares_cores:  # how long it takes is known only when it is over
+        if self.world.shares_cores:  # the others decide how long it takes
             self.pass_time()
 
     def charge(self, work: Link, nbytes: int) -> None:
-        """Owe the time that this rank's core takes to handle a vector."""
+        """Add the time that this rank's core takes to handle a vector."""
         if self.charged and self.works:
             self.compute(self.world.network.work_s(work, nbytes))
 
@@ -69,14 +70,14 @@ class SimulatedRank:
         self,
         op: str,
         peers: Iterable[int],
-        vigil: Vigil,
+        loss_check: LossCheck,
         patient: bool = False,
         after_s: float = 0.0,
     ) -> None:
-        """Wait to be woken; ``vigil`` says, whenever a rank departs, whether to give up."""
-        if (error := vigil()) is not None:
+        """Wait to be woken, or until ``loss_check`` returns an error after a rank departs."""
+        if (error := loss_check()) is not None:
             raise error
-        self.world.vigils[self.rank] = vigil
+        self.world.loss_checks[self.rank] = loss_check
         start_s = self.calendar.now_s + after_s
         try:
             self.baton.wait(self.rank, op, peers, patient, after_s)
@@ -84,10 +85,10 @@ class SimulatedRank:
             waited_s = self.calendar.now_s - start_s
             raise PeerLost(lost.ranks, lost.op, lost.reason, waited_s) from None
         finally:
-            self.world.vigils.pop(self.rank, None)
+            self.world.loss_checks.pop(self.rank, None)
 
     def wait_for_members(self, op: str, peers: Iterable[int], patient: bool = False) -> None:
-        """Wait until the members change."""
+        """Wait until the members or the rendezvous change."""
         self.world.awaiting.add(self.rank)
         try:
             self.wait(op, peers, lambda: None, patient)
@@ -95,7 +96,7 @@ class SimulatedRank:
             self.world.awaiting.discard(self.rank)
 
     def wait_until(self, time_s: float, op: str, peer: int) -> None:
-        """Wait for a moment, which may never come."""
+        """Wait until ``time_s``, which may be infinite."""
         if time_s > self.calendar.now_s:
             if time_s < math.inf:
                 self.baton.wake(self.rank, time_s)
@@ -103,15 +104,15 @@ class SimulatedRank:
                 self.baton.stalled = True
             self.wait(op, (peer,), lambda: None)
 
-    def carry(self, src: int, nbytes: int, op: str) -> None:
-        """Wait while a message comes from ``src``, once the link is up."""
+    def transfer_from(self, src: int, nbytes: int, op: str) -> None:
+        """Wait for the link to be up, then for a transfer from ``src``."""
         network = self.world.network
-        self.wait_until(network.whole_s(self.calendar.now_s, (src, self.rank)), op, src)
-        there_s = network.transfer(self.calendar.now_s, src, self.rank, nbytes)
-        self.wait_until(there_s, op, src)
+        self.wait_until(network.uncut_s(self.calendar.now_s, (src, self.rank)), op, src)
+        arrival_s = network.transfer(self.calendar.now_s, src, self.rank, nbytes)
+        self.wait_until(arrival_s, op, src)
 
     def loss(self, peers: Sequence[int], op: str) -> PeerLost | None:
-        """The error of a wait for ``peers``, when none of them is there any more."""
+        """The error of a wait for ``peers`` if all of them have departed."""
         departed = self.world.departed
         if any(peer not in departed for peer in peers):
             return None

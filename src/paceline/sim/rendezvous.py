@@ -1,4 +1,4 @@
-"""Rendezvous in the simulated world, and what a checkpoint holds of it."""
+"""Rendezvous in the simulated world, and the state of a rank in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OP = "a rendezvous"
 
 
 class SimulatedRendezvous(Rendezvous):
-    """One rank's part in them."""
+    """The rendezvous of one rank."""
 
     def __init__(self, own: SimulatedRank, members: SimulatedMembers, mail: SimulatedMail) -> None:
         self._own, self._world, self._rank = own, own.world, own.rank
@@ -33,13 +33,13 @@ class SimulatedRendezvous(Rendezvous):
         called = tuple(self._members.incarnation(r) if r in alive else 0 for r in everyone)
         world.call = Call(world.call.number + 1, step, stop, called)
         world.given_up = max(world.given_up, over)
-        world.look_again()
+        world.wake_awaiting()
 
     def last_call(self) -> Call:
         return self._world.call
 
     def meet(self, number: int, members: Sequence[int], incarnations: Sequence[int]) -> bool:
-        """In the end all go on at one time, in rank order."""
+        """Wait for ``members``; then all continue at the same time, in rank order."""
         self._own.check()
         world = self._world
         if world.given_up >= number:
@@ -59,7 +59,7 @@ class SimulatedRendezvous(Rendezvous):
             )
             if gone or world.rendezvous_over or world.given_up >= number:
                 world.given_up = max(world.given_up, number)
-                world.look_again()
+                world.wake_awaiting()
                 return False
             self._own.wait_for_members(_OP, members, patient=True)
         return world.given_up < number
@@ -88,7 +88,7 @@ class SimulatedRendezvous(Rendezvous):
             letter = Letter(src, tag, x, bytes.fromhex(header), True, arrived_s)
             world.inboxes[rank].add(letter)
             if arrived_s > now_s:
-                world.later(arrived_s, partial(self._mail.ring, letter, rank))
+                world.later(arrived_s, partial(self._mail.wake_receiver, letter, rank))
         for name, window in (("window", PUBLISHED), ("kept", SAVED)):
             if state[name] is not None:
                 version, x, header = state[name]
@@ -100,8 +100,8 @@ class SimulatedRendezvous(Rendezvous):
             world.queues, world.returned = state["queues"], state["returned"]
             number, step = state["call"]
             world.call = Call(number, step, incarnations=(0,) * world.size)
-            for cores, its_state in zip(world.baton.cores(), state["cores"], strict=True):
-                cores.load_state(its_state)
+            for cores, saved in zip(world.baton.cores(), state["cores"], strict=True):
+                cores.load_state(saved)
 
 
 def _plain(seen: Published | None) -> tuple[int, Tensor, str] | None:

@@ -1,12 +1,12 @@
-"""The recorded order of a real run, followed in the simulated world.
+"""Replays a real run in the simulated world, in its recorded order.
 
-A real run leaves to chance which message comes first, which version is read, which ticket is drawn
-and who is still seen. Its trace tells all of that, in each rank's own order. In a replay the next
-recorded event of a rank decides what chance decided then, and every event that the rank notes must
-be the recorded one, but for the time that it took.
+In a real run, chance decides which message arrives first, which version a rank reads, which ticket
+it draws and which ranks it sees alive. The trace records these outcomes, in the order of each rank.
+In a replay the next recorded event of a rank decides instead of chance, and every event of the rank
+must equal the recorded one, except for its duration.
 
-A worker that was lost then is killed where its record ends, once the others have had all of it that
-they had then.
+The replay kills a worker that was lost in the recorded run where its record ends, once the others
+have received all that they received from it then.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 Edition = tuple[int, int]
-"""A rank, and the version of what it published."""
+"""A rank, and the version of the vector that it published."""
 T = TypeVar("T")
 _NEEDS = {"send", "post", "recv", "peek"}
-"""What a rank does with another that is there."""
+"""Events that need the peer to be a member."""
 
 
 def check_trace(run: RecordedRun) -> None:
-    """Refuse a run whose trace cannot be followed; runs nothing."""
+    """Refuse a run whose trace cannot be replayed, without replaying it."""
     try:
         Replay(run.trace)
     except UsageError as error:
@@ -55,12 +55,12 @@ def check_trace(run: RecordedRun) -> None:
 
 
 class Replay:
-    """A recorded run, as the ranks of its replay share it.
+    """A recorded run, shared by the ranks of its replay.
 
     Args:
         trace: its trace.
         lost: the workers that were lost.
-        workers: how many there were.
+        workers: the number of workers.
     """
 
     def __init__(self, trace: Path, lost: Collection[int] = (), workers: int = 0) -> None:
@@ -75,79 +75,80 @@ class Replay:
                 raise ValueError("it holds no record")
             self._archive = Archive(event for events in self._events.values() for event in events)
             self._ends = Ends(self._events, lost, workers)
-            lacking = [rank for rank in lost if self._lacks(rank)]
+            incomplete = [rank for rank in lost if self._is_incomplete(rank)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{trace} is not the trace of a run: {error}") from None
-        for rank in lacking:
+        for rank in incomplete:
             raise UsageError(
                 f"{trace} lacks the last moments of rank {rank}, which was killed: others had more"
                 " of it than it has written down, so the run cannot be replayed"
             )
 
-    def _lacks(self, rank: int) -> bool:
-        """Whether others have had something of ``rank`` that its own record does not hold."""
-        own, sent, had, published, seen = self._events[rank], Counter[Any](), Counter[Any](), 0, 0
+    def _is_incomplete(self, rank: int) -> bool:
+        """Whether others received something from ``rank`` that its own record does not hold."""
+        own, published, seen = self._events[rank], 0, 0
+        sent, received = Counter[Any](), Counter[Any]()
         for event in own:
             sent[event["peer"], event.get("tag")] += event["event"] in ("post", "send")
             published = max(published, event["version"] if event["event"] == "publish" else 0)
         for reader, events in self._events.items():
             for event in events:
                 if event["peer"] == rank:
-                    had[reader, event.get("tag")] += event["event"] == "recv"
+                    received[reader, event.get("tag")] += event["event"] == "recv"
                     seen = max(seen, event["version"] or 0 if event["event"] == "peek" else 0)
-        return not own or seen > published or not had <= sent
+        return not own or seen > published or not received <= sent
 
     def follow(self, inner: SimulatedPorts, trace: Trace) -> ReplayedPorts:
-        """The ports of a rank that does as it did."""
+        """The ports of a rank that repeats its recorded events."""
         script = Script(inner.rank, self._events[inner.rank])
         return ReplayedPorts(inner, trace, script, self._archive, self._ends)
 
 
 class Script:
-    """What one rank did, in order, and how far its replay has come."""
+    """The recorded events of one rank, and how many of them its replay has reached."""
 
     def __init__(self, rank: int, events: Sequence[Event]) -> None:
         self._rank, self._events, self._done = rank, events, 0
 
     @property
     def next(self) -> Event | None:
-        """The event that was recorded next; None at the end."""
+        """The next recorded event; None at the end."""
         return self._events[self._done] if self._done < len(self._events) else None
 
     def decision(self, what: str, *events: str) -> Event:
-        """The next event, one of ``events``: how ``what`` came out."""
+        """The next event, which must be one of ``events``: the outcome of ``what``."""
         due = self.next
         if due is None or due["event"] not in events:
-            raise self.differs(what)
+            raise self.mismatch(what)
         return due
 
-    def sight(self, **facts: Any) -> Event | None:
-        """The next event, if it has these ``facts``; None when the present look saw nothing."""
+    def next_if(self, **facts: Any) -> Event | None:
+        """The next event if it has these ``facts``; None if the recorded poll found nothing."""
         due = self.next
         return due if due is not None and facts.items() <= due.items() else None
 
-    def ahead(self, event: str) -> Event | None:
-        """The next event of that kind."""
+    def find_next(self, event: str) -> Event | None:
+        """The next recorded event of this kind."""
         return next((due for due in self._events[self._done :] if due["event"] == event), None)
 
-    def go_on(self, event: Event) -> None:
-        """Leave an event behind, of which all must be true that was recorded."""
+    def advance(self, event: Event) -> None:
+        """Move past the next recorded event; ``event`` must have all its facts."""
         due = self.next
         if due is None or not due.items() <= event.items():
-            raise self.differs(_describe(event))
+            raise self.mismatch(_describe(event))
         self._done += 1
 
     def end(self) -> None:
-        """Refuse to end before the recorded run did."""
+        """Refuse to end before the last recorded event."""
         if self.next is not None:
-            raise self.differs("the end of the rank")
+            raise self.mismatch("the end of the rank")
 
-    def differs(self, what: str) -> PacelineError:
-        """The error of a replay that comes to ``what`` instead of the recorded event."""
-        place = f"event {self._done + 1} of {len(self._events)}"
+    def mismatch(self, what: str) -> PacelineError:
+        """The error of a replay that does ``what`` instead of the recorded event."""
+        position = f"event {self._done + 1} of {len(self._events)}"
         recorded = "nothing more" if self.next is None else _describe(self.next)
         return PacelineError(
-            f"rank {self._rank} leaves the recorded run at its {place}: recorded is {recorded},"
+            f"rank {self._rank} leaves the recorded run at its {position}: recorded is {recorded},"
             f" the replay comes to {what}"
         )
 
@@ -162,7 +163,7 @@ def _describe(event: Event) -> str:
 
 
 class Archive:
-    """The published versions that are still to be read, and who waits for one."""
+    """The published versions that some rank will still read, and the ranks that wait for one."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         peeks = (event for event in events if event["event"] == "peek" and event["version"])
@@ -171,7 +172,7 @@ class Archive:
         self._waiting: defaultdict[Edition, list[SimulatedRank]] = defaultdict(list)
 
     def add(self, src: int, published: Published) -> None:
-        """Keep a copy of what was published, if it will be read."""
+        """Keep a copy of a published vector if some rank will read it."""
         edition = (src, published.version)
         if edition in self._wanted:
             self._kept[edition] = published._replace(x=published.x.clone())
@@ -179,7 +180,7 @@ class Archive:
                 reader.world.end_wait(reader.rank)
 
     def take(self, reader: SimulatedRank, edition: Edition) -> Published:
-        """Wait until it is published; forget it when nobody else will read it."""
+        """Wait until ``edition`` is published; drop it after its last read."""
         src, version = edition
         if edition not in self._kept:
             self._waiting[edition].append(reader)
@@ -190,35 +191,35 @@ class Archive:
 
 
 class Ends:
-    """The ends of those that were lost, and what others still have to do with each before."""
+    """Where the lost ranks end, and how many events of others each must wait for before."""
 
     def __init__(
         self, events: Mapping[int, Iterable[Event]], lost: Collection[int], workers: int
     ) -> None:
-        self.lost, self._left = frozenset(lost), workers - len(lost)
-        theirs = (event for mine in events.values() for event in mine)
-        needs = Counter(event["peer"] for event in theirs if event["event"] in _NEEDS)
+        self.lost, self._survivors = frozenset(lost), workers - len(lost)
+        all_events = (event for of_rank in events.values() for event in of_rank)
+        needs = Counter(event["peer"] for event in all_events if event["event"] in _NEEDS)
         self._needed = {rank: needs[rank] for rank in lost}
         self._waiting: dict[int, SimulatedRank] = {}
 
     def missed(self, members: int) -> frozenset[int]:
-        """Who was not among so many workers that met."""
-        missing = self._left + len(self.lost) - members
+        """The lost ranks that did not take part in a collective of so many ``members``."""
+        missing = self._survivors + len(self.lost) - members
         if missing not in (0, len(self.lost)):
             raise PacelineError(
                 f"{members} workers met, and the trace does not say which of the lost ones did"
             )
         return self.lost if missing else frozenset()
 
-    def passes(self, event: str, peer: int | None) -> None:
-        """Hear that a rank has come to an event of its record."""
+    def count(self, event: str, peer: int | None) -> None:
+        """Record that a rank has reached an event with ``peer``."""
         if peer in self._needed and event in _NEEDS:
             self._needed[peer] -= 1
             if not self._needed[peer] and peer in self._waiting:
                 self._waiting[peer].world.end_wait(peer)
 
-    def come(self, ports: SimulatedPorts) -> None:
-        """Have a rank end, when all others have had of it what they had."""
+    def end_rank(self, ports: SimulatedPorts) -> None:
+        """Kill a rank, once the others have received all that they received from it."""
         own = ports.own
         if self._needed[own.rank]:
             self._waiting[own.rank] = own
@@ -228,26 +229,26 @@ class Ends:
 
 
 class ReplayedRecorder(Recorder):
-    """Checks every event against the script before it is noted."""
+    """Checks every event against the script before it records the event."""
 
     def __init__(self, inner: SimulatedPorts, trace: Trace, script: Script, ends: Ends) -> None:
         super().__init__(inner.rank, inner.clock, trace)
         self.script, self.ends, self._inner = script, ends, inner
 
-    def come_to_end(self) -> None:
-        """End here, if this rank was lost and has done all that it did."""
+    def end_if_due(self) -> None:
+        """End this rank here if it was lost and its record ends here."""
         if self.script.next is None and self.rank in self.ends.lost:
-            self.ends.come(self._inner)
+            self.ends.end_rank(self._inner)
 
     def note(self, event: str, peer: int | None = None, nbytes: int = 0, **more: Any) -> None:
-        self.come_to_end()
-        self.script.go_on({"event": event, "peer": peer, "bytes": nbytes, **more})
-        self.ends.passes(event, peer)
+        self.end_if_due()
+        self.script.advance({"event": event, "peer": peer, "bytes": nbytes, **more})
+        self.ends.count(event, peer)
         super().note(event, peer, nbytes, **more)
 
 
 class ReplayedMail(MeteredMail):
-    """The mail of a replay: which message comes, and which version is read, is in the script."""
+    """The mail of a replay: the script decides which message and which version a rank gets."""
 
     _inner: SimulatedMail
     _recorder: ReplayedRecorder
@@ -257,7 +258,7 @@ class ReplayedMail(MeteredMail):
         self._own, self._archive, self._script = inner.own, archive, recorder.script
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
-        self._recorder.come_to_end()
+        self._recorder.end_if_due()
         outcome = self._script.decision(f"post to rank {dst}", "post", "post_refused")
         posted, start_s = bool(outcome["event"] == "post"), self._recorder.time_s()
         if posted:
@@ -267,23 +268,23 @@ class ReplayedMail(MeteredMail):
     def receive(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
     ) -> Message | Lost:
-        self._recorder.come_to_end()
+        self._recorder.end_if_due()
         if len(sources) > 1:
             peer = self._script.decision(f"{op} with tag {tag}", "recv", "gone")["peer"]
             sources = sources if peer is None else (peer,)
         return super().receive(like, sources, tag, op, any_loss)
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
-        due = self._script.sight(event="recv", tag=tag, look=self._recorder.looks + 1)
+        due = self._script.next_if(event="recv", tag=tag, look=self._recorder.looks + 1)
         if due is None:
             return self._polled(None, tag)
         message = self._inner.receive(like, (due["peer"],), tag, "poll")
         if isinstance(message, Lost):
-            raise self._script.differs(f"the end of rank {message.rank}")
+            raise self._script.mismatch(f"the end of rank {message.rank}")
         return self._polled(message, tag)
 
     def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
-        self._recorder.come_to_end()
+        self._recorder.end_if_due()
         version = super().publish(x, header, window)
         if window == PUBLISHED:
             self._archive.add(self._own.rank, Published(version, x, header))
@@ -294,7 +295,7 @@ class ReplayedMail(MeteredMail):
     ) -> Published | None:
         if window != PUBLISHED or gone:
             return super().peek(src, like, window, gone)
-        self._recorder.come_to_end()
+        self._recorder.end_if_due()
         version = self._script.decision(f"peek at rank {src}", "peek")["version"]
 
         def look() -> Published | None:
@@ -304,21 +305,21 @@ class ReplayedMail(MeteredMail):
             try:
                 return self._inner.read(src, like, look)
             except PeerLost as lost:
-                raise self._script.differs(f"the end of rank {lost.rank}") from None
+                raise self._script.mismatch(f"the end of rank {lost.rank}") from None
 
         return self._peeked(src, read)
 
 
 class ReplayedMembers(TracedMembers):
-    """The members of a replay: who is seen is in the script."""
+    """The members of a replay: the script decides which ranks are seen alive."""
 
     def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
         super().__init__(inner.members, inner.rank, inner.size, recorder)
         self._script, self._ends = recorder.script, recorder.ends
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
-        """How many of them act together shows whether they knew of a loss."""
-        due = self._script.ahead("all_reduce") if self._ends.lost else None
+        """The size of the next all-reduce shows whether the ranks knew of a loss."""
+        due = self._script.find_next("all_reduce") if self._ends.lost else None
         if due is None:
             return super().final_roster()
         missed = self._ends.missed(due["members"])
@@ -326,46 +327,46 @@ class ReplayedMembers(TracedMembers):
         return tuple((rank, self.incarnation(rank)) for rank in here)
 
     def alive(self) -> tuple[int, ...]:
-        due = self._script.sight(event="alive", look=self._recorder.looks + 1)
+        due = self._script.next_if(event="alive", look=self._recorder.looks + 1)
         missing = self._missing if due is None else due["missing"]
         return self._saw(tuple(rank for rank in range(self._size) if rank not in missing))
 
 
 class ReplayedQueue(TracedQueue):
-    """The data queue of a replay: which batch is drawn is in the script."""
+    """The data queue of a replay: the script decides which batch a rank draws."""
 
     def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
         super().__init__(inner.queue, recorder)
-        self._script, self._come_to_end = recorder.script, recorder.come_to_end
+        self._script, self._end_if_due = recorder.script, recorder.end_if_due
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        self._come_to_end()
+        self._end_if_due()
         return self._drew(queue, epoch, self._script.decision("ticket", "ticket")["number"])
 
     def closed(self) -> bool:
-        return self._saw_closed(self._closed or self._script.sight(event="stop") is not None)
+        return self._saw_closed(self._closed or self._script.next_if(event="stop") is not None)
 
     def finished(self) -> frozenset[int]:
-        due = self._script.sight(event="retired", look=self._recorder.looks + 1)
+        due = self._script.next_if(event="retired", look=self._recorder.looks + 1)
         return self._saw_finished(self._finished if due is None else frozenset(due["ranks"]))
 
 
 class ReplayedClock(SimulatedClock):
-    """A clock on which a rank ends before the step that its record does not hold."""
+    """A clock that ends a lost rank before the first step that its record does not hold."""
 
     def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
         super().__init__(inner.own)
-        self._come_to_end = recorder.come_to_end
+        self._end_if_due = recorder.end_if_due
 
     def begin_step(self, step: int) -> None:
-        self._come_to_end()
+        self._end_if_due()
         super().begin_step(step)
 
 
 class ReplayedPorts(MeteredPorts):
-    """One rank of a replay: what chance decides comes from its script.
+    """The ports of one rank of a replay: its script decides instead of chance.
 
-    What only measures the run, through :meth:`off_meter`, sees the present, not the script.
+    Measurements, through :meth:`off_meter`, see the simulated state, not the script.
     """
 
     recorder: ReplayedRecorder

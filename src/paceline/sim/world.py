@@ -1,7 +1,7 @@
 """The simulated world: all ranks in one process, on a virtual clock.
 
-:class:`World` is what the ranks share, :class:`SimulatedPorts` one rank's place in it. Exactly one
-rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs a lock.
+:class:`World` is what the ranks share; :class:`SimulatedPorts` are the ports of one rank. Exactly
+one rank runs at a time (see :mod:`paceline.sim.kernel`), so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.sim.mail import SimulatedMail
 from paceline.sim.members import FINISHED, SimulatedMembers
 from paceline.sim.network import Network
 from paceline.sim.queue import SimulatedQueue
-from paceline.sim.rank import SimulatedRank, Vigil
+from paceline.sim.rank import LossCheck, SimulatedRank
 from paceline.sim.rendezvous import SimulatedRendezvous
 
 Batch = tuple[int, int, int]
-"""A queue, an epoch, and the number of a batch in it."""
+"""The queue, the epoch and the number of a batch."""
 
-REVIVED_AFTER_S = 1.0
-"""How long it takes in virtual time until a dead rank is started again."""
+RESTART_AFTER_S = 1.0
+"""The virtual time between the death of a rank and its restart."""
 
 
 class World:
@@ -50,17 +50,20 @@ class World:
 
     Args:
         cluster: what the ranks run on.
-        size: how many there are.
-        seed: of all that is random.
+        size: the number of ranks.
+        seed: of all random numbers.
         limits: how long ranks wait for each other.
-        faults: what goes wrong.
-        homes: beside whom each rank lives.
-        losses: what comes of the loss of a rank; without it, the others go on.
-        on_event: hears what happens to ranks.
-        start_s: the time that its clock begins at.
+        faults: the faults to inject.
+        homes: for each rank, the rank whose node it shares.
+        losses: whether a loss ends the run, and which ranks restart; without it, the others
+            continue.
+        on_event: called with each event in the life of a rank (lost, stopped, slowed).
+        start_s: the time at which the clock starts.
 
     Attributes:
-        on_reduced: called with each collective when its result is there, and its inputs still are.
+        rejoined: the incarnation of each rank that has rejoined or restarted.
+        awaiting: the ranks that wait for a change of the members or of the rendezvous.
+        on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
     def __init__(
@@ -99,14 +102,14 @@ class World:
         self.frozen: frozenset[int] = frozenset()
         self.membership = 0
         self.final_roster: tuple[tuple[int, int], ...] | None = None
-        self.reborn: dict[int, int] = {}
+        self.rejoined: dict[int, int] = {}
         self._losses, self._on_event = losses, on_event
         self.call = Call()
         self.present_at: dict[int, set[int]] = {}
         self.finished: frozenset[int] = frozenset()
         self.rendezvous_over, self.given_up = False, 0
         self.closed = False
-        self.vigils: dict[int, Vigil] = {}
+        self.loss_checks: dict[int, LossCheck] = {}
         self.awaiting: set[int] = set()
         self.receivers: dict[int, tuple[Sequence[int], int]] = {}
         joins = {rank_of(f): f.at_s or 0.0 for f in faults if f.kind == "join"}
@@ -123,7 +126,7 @@ class World:
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:
-        """Run ``body`` on every rank to the end of the simulation."""
+        """Run ``body`` on every rank until the simulation ends."""
 
         def on_rank(rank: int) -> None:
             torch.set_num_threads(1)
@@ -153,24 +156,24 @@ class World:
             raise PeerLost(self.lost, "the run", "; ".join(sorted(why)), 0.0)
 
     def _revive(self, rank: int) -> None:
-        """Start a dead rank again, if that is due; otherwise end its thread."""
+        """Restart a killed rank if a fault or the policy asks for it; otherwise end its thread."""
         if self.baton.failure is not None:
             raise Killed
         if rank in self._returns:
             after_s = max(0.0, self._returns.pop(rank) - self.calendar.now_s)
         elif self._losses is not None and self._losses.restarts(rank):
-            after_s = REVIVED_AFTER_S
+            after_s = RESTART_AFTER_S
         else:
             raise Killed
         self.baton.revive(rank, after_s)
         self.enter(rank)
 
     def enter(self, rank: int) -> None:
-        """Begin another incarnation of ``rank``; it is no member before it has its state."""
-        for inbox in self.inboxes:  # what an earlier incarnation sent does not count any more
+        """Begin the next incarnation of ``rank``; it is a member once it has announced itself."""
+        for inbox in self.inboxes:  # messages of an earlier incarnation must not be received
             inbox.withdraw(rank, posted=True)
-        self.give_up_waits(rank)
-        self.reborn[rank] = self.reborn.get(rank, 1) + 1
+        self.fail_hopeless_waits(rank)
+        self.rejoined[rank] = self.rejoined.get(rank, 1) + 1
         self.departed.pop(rank, None)
         self.behind.discard(rank)
         self.joining.add(rank)
@@ -179,33 +182,32 @@ class World:
         self.changed()
 
     def arrive(self, rank: int) -> None:
-        """Make ``rank``, which has come late, a member."""
+        """Make ``rank``, which joins late or again, a member."""
         if rank in self.joining:
             self.joining.discard(rank)
             self.arrivals.append((self.calendar.now_s, rank))
             self.changed()
 
     def changed(self) -> None:
-        """Note that the members have changed: those who wait for one look again."""
+        """Record that the members have changed, and wake the ranks that wait for that."""
         self.membership += 1
         self._alive = self._view = None
-        self.look_again()
+        self.wake_awaiting()
 
-    def look_again(self) -> None:
-        """Wake those who wait for others to come."""
+    def wake_awaiting(self) -> None:
+        """Wake every rank in ``awaiting``: it checks its condition again."""
         for waiting in list(self.awaiting):
             self.end_wait(waiting)
 
     def alive(self) -> tuple[int, ...]:
-        """The ranks that have come and have a state, and have neither left nor died."""
+        """The members: ranks that have joined, and have neither departed nor been lost."""
         if self._alive is None:
-            away = self.joining
-            here = (r for r in range(self.size) if r not in self.departed and r not in away)
-            self._alive = ranks(tuple(here))
+            absent = self.departed.keys() | self.joining
+            self._alive = ranks(tuple(r for r in range(self.size) if r not in absent))
         return self._alive
 
     def view(self) -> View:
-        """The members, as every rank sees them."""
+        """The members, incarnations and losses, as every rank sees them."""
         if self._view is None:
             lost = frozenset(rank for rank in self._lost if rank in self.departed)
             departed = frozenset(r for r, why in self.departed.items() if why == FINISHED)
@@ -213,11 +215,11 @@ class World:
         return self._view
 
     def incarnation(self, rank: int) -> int:
-        """Which incarnation of ``rank`` this is; 0 before a late joiner has come."""
+        """The current incarnation of ``rank``; 0 before a late joiner has started."""
         late_s = self.joined_late.get(rank)
         if late_s is not None and self.calendar.now_s < late_s:
             return 0
-        return self.reborn.get(rank, 1)
+        return self.rejoined.get(rank, 1)
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -227,13 +229,13 @@ class World:
     # Faults --------------------------------------------------------------------------------------
 
     def faults_at(self, rank: int, step: int) -> list[Fault]:
-        """The faults of the first incarnation of ``rank`` before its own step ``step``."""
-        if rank in self.reborn:
+        """The faults due before step ``step`` of ``rank``; only its first incarnation has any."""
+        if rank in self.rejoined:
             return []
         return [fault for fault in self._faults if fault.rank == rank and fault.at_step == step]
 
     def inject(self, fault: Fault) -> None:
-        """Let ``fault`` happen now, if its rank is there."""
+        """Inject ``fault`` now, if its rank has started and not departed."""
         rank = rank_of(fault)
         if rank in self.departed or self.calendar.now_s < self.joined_late.get(rank, 0.0):
             return
@@ -250,9 +252,9 @@ class World:
         self.baton.freeze(rank)
         self.frozen |= {rank}
         self._view = None
-        self.tell("stopped", rank)
+        self.report("stopped", rank)
 
-        def give_up() -> None:
+        def declare_lost() -> None:
             if self.baton.ranks[rank].frozen_since_s == since_s:
                 self.behind.add(rank)
                 for inbox in self.inboxes:
@@ -261,7 +263,7 @@ class World:
                 if self._losses is not None and not self._losses.may_rejoin(rank):
                     self.end(rank)
 
-        self.calendar.call(since_s + self.limits.dead_s, give_up)
+        self.calendar.call(since_s + self.limits.dead_s, declare_lost)
         if fault.for_s is not None:
             self.calendar.call(since_s + fault.for_s, lambda: self._thaw(rank))
 
@@ -273,7 +275,7 @@ class World:
             self.baton.interrupt(rank, LeftBehind())
 
     def end(self, rank: int) -> None:
-        """End a rank that was left behind and has not come back, before others work without it."""
+        """Kill ``rank`` if it was left behind and has not rejoined."""
         if rank in self.behind:
             self.behind.discard(rank)
             self.baton.interrupt(rank, Killed())
@@ -282,7 +284,7 @@ class World:
         assert fault.factor is not None
         costs, factor = self.costs[rank_of(fault)], fault.factor
         costs.slowdown *= factor
-        self.tell("slowed", rank_of(fault))
+        self.report("slowed", rank_of(fault))
         if fault.for_s is not None:
 
             def restore() -> None:
@@ -292,7 +294,7 @@ class World:
 
     def _lose(self, rank: int, reason: str) -> None:
         self._lost.add(rank)
-        self.tell("lost", rank, reason=reason)
+        self.report("lost", rank, reason=reason)
         self.returned += sorted(self.in_hand[rank])
         self.in_hand[rank].clear()
         self.joining.discard(rank)
@@ -301,26 +303,26 @@ class World:
             lost = PeerLost([rank], "the run", reason, 0.0)
             self.calendar.call(self.calendar.now_s, lambda: self.baton.abort(lost))
 
-    def tell(self, event: str, rank: int, **facts: Any) -> None:
-        """Say what has happened to a rank."""
+    def report(self, event: str, rank: int, **facts: Any) -> None:
+        """Report an event in the life of a rank to ``on_event``."""
         if self._on_event is not None:
             t = self.calendar.now_s
             self._on_event({"t": t, "event": event, "rank": rank, **facts})
 
     def later(self, time_s: float, callback: Callable[[], None]) -> None:
-        """Have ``callback`` run at ``time_s``, which may be never."""
+        """Call ``callback`` at ``time_s``, which may be infinite."""
         if time_s < math.inf:
             self.calendar.call(time_s, callback)
         else:
             self.baton.stalled = True
 
     def end_wait(self, rank: int) -> None:
-        """Wake ``rank``: what it waited for is there, and nobody's departure can undo that."""
-        self.vigils.pop(rank, None)
+        """Wake ``rank``: its wait has succeeded, and a later departure must not fail it."""
+        self.loss_checks.pop(rank, None)
         self.baton.wake(rank)
 
     def depart(self, rank: int, reason: str) -> None:
-        """Take ``rank`` out, and tell those whose wait can no longer end."""
+        """Remove ``rank`` from the members, and fail the waits that can no longer end."""
         if rank in self.departed:
             return
         self.departed[rank] = reason
@@ -328,20 +330,20 @@ class World:
         self.inboxes[rank].clear()
         for dst in self.offered_to.pop(rank, ()):
             self.inboxes[dst].withdraw(rank)
-        self.give_up_waits(rank)
-        if len(self.departed) == self.size:  # nobody is left whom they could come back to
-            for left in [*self.behind]:
-                self.end(left)
+        self.fail_hopeless_waits(rank)
+        if len(self.departed) == self.size:  # no run is left to rejoin
+            for left_behind in [*self.behind]:
+                self.end(left_behind)
 
-    def give_up_waits(self, rank: int) -> None:
-        """End the waits of others that cannot come to an end any more."""
-        for waiting, vigil in list(self.vigils.items()):
-            if waiting != rank and (error := vigil()) is not None:
+    def fail_hopeless_waits(self, rank: int) -> None:
+        """Fail the waits of ranks other than ``rank`` that can no longer end."""
+        for waiting, loss_check in list(self.loss_checks.items()):
+            if waiting != rank and (error := loss_check()) is not None:
                 self.baton.interrupt(waiting, error)
 
 
 class _Incarnations(Sequence[int]):
-    """The incarnations of all ranks, each found when it is asked for."""
+    """The incarnations of all ranks, each looked up when it is read."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -387,7 +389,7 @@ class SimulatedPorts(Ports):
 
     @contextmanager
     def uncharged(self) -> Iterator[None]:
-        """Inside, nothing of what this rank does takes virtual time."""
+        """Inside this context, no action of this rank takes virtual time."""
         before, self.own.charged = self.own.charged, False
         try:
             yield

@@ -260,7 +260,8 @@ class Completion(Observer):
                 "liveness",
                 f"rank {rank} was not lost, and has not finished",
             )
-        scene.check(not world.vigils and not world.receivers, "leftovers", "a rank still waits")
+        waiting = world.loss_checks or world.receivers
+        scene.check(not waiting, "leftovers", "a rank still waits")
         for rank, batches in enumerate(world.in_hand):
             scene.check(not batches, "leftovers", f"rank {rank} still has {batches}")
 

@@ -74,7 +74,7 @@ class Scene:
 
     def incarnation(self, rank: int) -> int:
         """The current incarnation of ``rank``, from 1."""
-        return self.world.reborn.get(rank, 1)
+        return self.world.rejoined.get(rank, 1)
 
     def was_lost(self, rank: int, incarnation: int) -> bool:
         """Whether that incarnation of ``rank`` was lost."""
