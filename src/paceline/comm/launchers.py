@@ -1,7 +1,7 @@
-"""Who the launcher of this process says that it is: torchrun, Ray, mpirun, srun, or nobody.
+"""Reads rank and size of this process from its launcher: torchrun, Ray, mpirun, srun, or none.
 
-Launchers tell by environment variables. Those of a launcher that are there and do not say enough
-are an error: otherwise each process would be a run of its own, and nobody would notice.
+Launchers set environment variables. An incomplete set is an error: otherwise each process would
+silently train alone, as a run of its own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from paceline.errors import NotLaunched
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 15000
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""From here on the number of a Slurm step means a batch script, a shell, or the like."""
+"""Slurm steps with this number or a higher one are batch scripts, shells and the like."""
 
 
 class Launched(NamedTuple):
-    """What a launcher says of this process.
+    """The rank of this process, according to its launcher.
 
     Attributes:
-        rank, size: this process, and how many there are.
-        local_rank, local_size: the same among those of this host.
-        address, port: where rank 0 is to be found; port 0 of a process that is alone.
+        rank, size: the number of this process, and the number of processes.
+        local_rank, local_size: the same among the processes of this host.
+        address, port: of rank 0; the port is 0 in a world of one.
     """
 
     rank: int = 0
@@ -38,14 +38,14 @@ class Launched(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """The names of a launcher's variables."""
+    """The names of the environment variables of a launcher."""
 
     rank: str
     size: str
     local_rank: str
     local_size: str
     jobs: tuple[str, ...] = ()
-    """What is the same on all processes of a run on one host, and no other's: makes a port."""
+    """Variables that identify a run on its host; the port is derived from the first one set."""
 
 
 _TORCH = _Family("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -71,17 +71,17 @@ _SET = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
-    """What the launcher of this process says of it; a world of one without a launcher."""
-    if _is_there(environment, _TORCH):
-        return _told_by(environment, _TORCH)
+    """Rank, size and address according to the launcher; a world of one without a launcher."""
+    if _is_set(environment, _TORCH):
+        return _read(environment, _TORCH)
     step = _step_of(environment)
     for family in _MPI:
-        if _is_there(environment, family):
-            told = _told_by(step, _STEP) if step else None
-            rank = _number(environment, family.rank), _number(environment, family.size)
-            return told if told and told[:2] == rank else _told_by(environment, family)
+        if _is_set(environment, family):
+            by_slurm = _read(step, _STEP) if step else None
+            by_mpi = _number(environment, family.rank), _number(environment, family.size)
+            return by_slurm if by_slurm and by_slurm[:2] == by_mpi else _read(environment, family)
     if step:
-        return _told_by(step, _STEP)
+        return _read(step, _STEP)
     for name in _NOT_UNDERSTOOD:
         if name in environment:
             raise NotLaunched(
@@ -90,20 +90,20 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     return Launched()
 
 
-def _is_there(environment: Mapping[str, str], family: _Family) -> bool:
-    """Whether the variables of a launcher are there; refuses one without the other."""
-    there = [name for name in family[:2] if name in environment]
-    if len(there) == 1:
-        (missing,) = {*family[:2]} - {*there}
-        value = environment[there[0]]
-        raise NotLaunched(f"{there[0]} ({value}) must not be set without {missing}: {_SET}")
-    return bool(there)
+def _is_set(environment: Mapping[str, str], family: _Family) -> bool:
+    """Whether the rank and size variables of a launcher are set; refuses one alone."""
+    present = [name for name in family[:2] if name in environment]
+    if len(present) == 1:
+        (missing,) = {*family[:2]} - {*present}
+        value = environment[present[0]]
+        raise NotLaunched(f"{present[0]} ({value}) must not be set without {missing}: {_SET}")
+    return bool(present)
 
 
 def _step_of(environment: Mapping[str, str]) -> Mapping[str, str] | None:
-    """The variables of a task of srun, with the number of tasks, and the most of a host.
+    """The variables of an srun task, with its number of tasks and the largest number on a host.
 
-    None elsewhere: a batch script, or a shell of salloc, has a rank as well, and is no task.
+    None if this is no task: batch scripts and salloc shells have a rank variable, too.
     """
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
@@ -117,7 +117,7 @@ def _step_of(environment: Mapping[str, str]) -> Mapping[str, str] | None:
     return {**environment, _STEP.size: tasks, _STEP.local_size: most}
 
 
-def _told_by(environment: Mapping[str, str], family: _Family) -> Launched:
+def _read(environment: Mapping[str, str], family: _Family) -> Launched:
     rank, size = (_number(environment, name) for name in family[:2])
     if not 0 <= rank < size:
         raise NotLaunched(
@@ -132,12 +132,12 @@ def _told_by(environment: Mapping[str, str], family: _Family) -> Launched:
             f"{family.local_rank} ({local_rank}) must be below {family.local_size} ({local_size}),"
             f" and that at most {family.size} ({size})"
         )
-    where = _where(environment, family, local_size == size)
-    return Launched(rank, size, local_rank, local_size, *where)
+    address = _address(environment, family, local_size == size)
+    return Launched(rank, size, local_rank, local_size, *address)
 
 
-def _where(environment: Mapping[str, str], family: _Family, one_host: bool) -> tuple[str, int]:
-    """The address and the port of rank 0: as they are set, or else as they can be made up."""
+def _address(environment: Mapping[str, str], family: _Family, one_host: bool) -> tuple[str, int]:
+    """The address and port of rank 0: from MASTER_ADDR and MASTER_PORT, or derived from the job."""
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if family is _STEP:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -160,7 +160,7 @@ def _where(environment: Mapping[str, str], family: _Family, one_host: bool) -> t
 
 
 def first_host(nodes: str) -> tuple[str, bool]:
-    """The first host of a list as Slurm writes it, and whether there are more.
+    """The first host of a list in Slurm's notation, and whether there are more.
 
     >>> first_host("node[01-03,07],gpu4"), first_host("rack[2-3]n[08,10]-ib"), first_host("a7")
     (('node01', True), ('rack2n08-ib', True), ('a7', False))
@@ -182,7 +182,7 @@ def _port(text: str) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
-    """A variable as a number; the ``default`` where the launcher has none of that name."""
+    """A variable as a number; ``default`` if it is not set."""
     text = environment.get(name)
     if text is None:
         return default

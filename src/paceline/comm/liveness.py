@@ -1,11 +1,11 @@
-"""Which ranks are dead or stopped: the kernel says it of this host's, a heartbeat of others.
+"""Which ranks are dead or stopped: on this host the kernel shows it, elsewhere a heartbeat.
 
-A process that ended is seen through its pidfd, at once. One that was stopped (SIGSTOP, a
-debugger) is seen by its state; it is lost when it stayed so for ``dead_s``. One that is merely
-busy is neither, for however long it is.
+The pidfd of a process shows at once that it has ended. ``/proc`` shows that it is stopped (SIGSTOP,
+a debugger); it is lost when it stays stopped for ``dead_s``. A busy process is neither, however
+long it is busy.
 
-Nobody is lost while everybody is stopped (Ctrl-Z, a paused job). Time in which no worker goes on
-does not count, nor does time in which the process that judges was stopped itself.
+No rank is lost while all are stopped (Ctrl-Z, a paused job): time in which no worker runs does not
+count, nor does time in which the observing process was stopped itself.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from paceline.comm.limits import Limits
 from paceline.errors import CommTimeout, PeerLost, RunLost, name_ranks
 
 TICK_S = 0.1
-"""How often a wait looks after those that it waits for."""
-
-
+"""How often a wait checks the ranks that it waits for."""
 HEARTBEAT_S = 0.5
-"""How often a rank shows those on other hosts that it lives."""
+"""How often a rank sends a heartbeat to the ranks on other hosts."""
 SLACK_S = 1.0
-"""How late a heartbeat or an answer of the store may be, beyond ``dead_s``."""
+"""How much later than ``dead_s`` a heartbeat or a reply of the store may be."""
 STAY_S, CALL_S, END_S = 0.7, 1.0, 2.5
 """Seconds after a loss until a wait for the lost rank raises, any other call does, and the process
 is ended."""
-_MEET_S = 0.01
+_POLL_S = 0.01
 
 
 @dataclass
 class _Pause:
-    """A time for which a process is stopped: since when it counts, and when that was last seen."""
+    """A stopped process: the time from which its stop counts, and when it was last checked."""
 
     since_s: float
     seen_s: float
@@ -54,10 +52,10 @@ class Processes:
     """The processes of the ranks on this host.
 
     Args:
-        pid_of: the process of a rank; 0 while it is not known.
+        pid_of: the pid of a rank; 0 while it is unknown.
         limits: when a stopped process counts as lost.
-        some_go_on: whether any worker runs, or has come to its end. While none does, nobody goes
-            on without those that are stopped.
+        some_go_on: whether any worker runs or has finished. While none does, the time for which
+            a process is stopped does not count.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Processes:
         self._lost: dict[int, str] = {}
 
     def why_lost(self, rank: int) -> str | None:
-        """Why ``rank`` is lost, or None while it is not; who was lost once stays so."""
+        """Why ``rank`` is lost; None if it is not. A lost rank stays lost."""
         if rank not in self._lost and self._pid_of(rank):
             reason = "it died" if self.has_died(rank) else self.why_stopped(rank)
             if reason is not None:
@@ -82,14 +80,14 @@ class Processes:
         return self._lost.get(rank)
 
     def why_stopped(self, rank: int) -> str | None:
-        """Why ``rank`` counts as lost although it has not died; None while it does not."""
+        """Why ``rank``, whose process exists, counts as lost; None if it does not."""
         if not self.is_stopped(rank):
             self._pauses.pop(rank, None)
             return None
         now_s, dead_s = time.monotonic(), self._limits.dead_s
         pause = self._pauses.setdefault(rank, _Pause(now_s, now_s))
-        # Between two looks so far apart this process may have been stopped, too. Once: one that is
-        # merely busy in between finds the same again.
+        # After so long without a check, this process may have been stopped, too. Forgive that
+        # once: a process that was only busy would forgive for ever.
         was_away = now_s - pause.seen_s > dead_s / 2 and not pause.forgiven
         if was_away or not self._some_go_on():
             pause.since_s, pause.forgiven = now_s, pause.forgiven or was_away
@@ -98,12 +96,12 @@ class Processes:
         return None if stopped_s < dead_s else f"it has been stopped for {stopped_s:.1f} s"
 
     def forgive(self, seconds: float) -> None:
-        """Do not count so much of the last time: this process was stopped itself."""
+        """Do not count the last ``seconds``: this process was stopped itself."""
         for pause in self._pauses.values():
             pause.since_s += seconds
 
     def stopped(self) -> frozenset[int]:
-        """The ranks that were found to be stopped when they were last looked at."""
+        """The ranks that were stopped at their last check."""
         return frozenset(self._pauses)
 
     def is_stopped(self, rank: int) -> bool:
@@ -115,7 +113,7 @@ class Processes:
         return self._await_end(rank, 0)
 
     def newly_dead(self) -> list[int]:
-        """The ranks that have died since this was asked last, of those that were looked at before.
+        """The ranks that have died since the last call, among those checked before.
 
         One system call for all of them.
         """
@@ -149,7 +147,7 @@ class Processes:
         return bool(poll.poll(milliseconds))
 
     def _open(self, rank: int, pid: int) -> None:
-        """Keep hold of the process that a rank has now."""
+        """Open a pidfd of the present process of ``rank``."""
         self._unwatch(rank)
         if (old := self._pidfds.get(rank)) is not None:
             os.close(old)
@@ -166,26 +164,26 @@ class Processes:
 class Peers:
     """The liveness of ranks that may be on other hosts. The first loss ends the run, on every rank.
 
-    A thread looks after all others. Those on this host are looked at directly. The others show a
-    heartbeat in the store. Whoever finds a rank lost says so in the store, for those on other
-    hosts. From the moment of a loss on
+    A thread watches all other ranks. It checks the processes of this host directly; ranks on other
+    hosts write a heartbeat to the store. A rank that finds another one lost writes the loss to the
+    store, for the other hosts. After a loss
 
-    - a wait for the lost rank raises ``PeerLost`` after ``STAY_S``, so that all can see the loss
-      before the first of them is gone, too;
-    - every call raises ``RunLost`` after ``CALL_S``, whoever it is for;
-    - the thread ends the process after ``END_S``: it may be inside of the backend, for good.
+    - a wait for the lost rank raises ``PeerLost`` after ``STAY_S``, so that every rank sees the
+      loss before the first of them exits;
+    - every call raises ``RunLost`` after ``CALL_S``, whichever rank it waits for;
+    - the thread ends the process after ``END_S``: it may hang in the backend.
 
     Args:
         rank: this rank.
-        size: how many there are.
+        size: the number of ranks.
         limits: how long to wait.
-        tell: called with the loss before the thread ends the process.
+        report: called with the loss before the thread ends the process.
     """
 
     def __init__(
-        self, rank: int, size: int, limits: Limits, tell: Callable[[PeerLost], None]
+        self, rank: int, size: int, limits: Limits, report: Callable[[PeerLost], None]
     ) -> None:
-        self._rank, self._size, self._limits, self._tell = rank, size, limits, tell
+        self._rank, self._size, self._limits, self._report = rank, size, limits, report
         self._pids: dict[int, int] = {}
         self._processes = Processes(lambda peer: self._pids[peer], limits)
         self._beats: dict[int, tuple[bytes, float]] = {}
@@ -203,17 +201,17 @@ class Peers:
 
     # The start -----------------------------------------------------------------------------------
 
-    def awaits(self, ranks: Sequence[int], whom: str) -> None:
-        """Say for whom this rank waits at the start; raises when it has done so for too long."""
-        self._awaited = (list(ranks), whom)
+    def set_awaited(self, ranks: Sequence[int], names: str) -> None:
+        """Set the ranks that this rank waits for at the start; raise if it waited for too long."""
+        self._awaited = (list(ranks), names)
         self.check()
 
-    def meet(self, store: Any) -> None:
-        """Wait until all are there."""
+    def wait_for_all(self, store: Any) -> None:
+        """Wait until all ranks have registered in the store."""
         with self.explaining("the start", 0), self.asking():
-            self._meet(store)
+            self._wait_for_all(store)
 
-    def _meet(self, store: Any) -> None:
+    def _wait_for_all(self, store: Any) -> None:
         here, missing = _host(), [peer for peer in range(self._size) if peer != self._rank]
         beats: dict[int, tuple[bytes, float]] = {}
         store.set(f"beat/{self._rank}", "0")
@@ -222,17 +220,17 @@ class Peers:
             self._share_loss(store)
             for peer in list(missing):
                 self._asked_s = time.monotonic()
-                told = store.get(f"host/{peer}") if store.check([f"host/{peer}"]) else b""
-                if told:
+                entry = store.get(f"host/{peer}") if store.check([f"host/{peer}"]) else b""
+                if entry:
                     missing.remove(peer)
-                    host, pid = told.decode().split()
+                    host, pid = entry.decode().split()
                     if host == here:
                         self._pids[peer] = int(pid)
                     else:
                         beats[peer] = (b"", time.monotonic())
             if missing:
-                self.awaits(missing, name_ranks(missing))
-                time.sleep(_MEET_S * (1 + len(missing)))
+                self.set_awaited(missing, name_ranks(missing))
+                time.sleep(_POLL_S * (1 + len(missing)))
         self._awaited = None
         if beats:
             self._answered_s, self._beats = time.monotonic(), beats
@@ -241,74 +239,74 @@ class Peers:
     # Questions -----------------------------------------------------------------------------------
 
     def why_lost(self, rank: int) -> str | None:
-        """Why ``rank`` is lost, or None while it is not."""
+        """Why ``rank`` is lost; None if it is not."""
         return self._gone.get(rank)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether ``rank`` is there no more, in good order or not."""
+        """Whether ``rank`` has ended, finished or lost."""
         if rank in self._pids:
             return self._processes.has_died(rank)
         return self._why_silent(rank) is not None
 
     @property
-    def lost_one(self) -> bool:
-        """Whether a rank was lost: the run is over."""
+    def has_loss(self) -> bool:
+        """Whether a rank was lost, so that the run is over."""
         return self._lost_s is not None
 
     def check(self) -> None:
-        """Raise when the run is over."""
+        """Raise ``RunLost`` if a rank was lost more than ``CALL_S`` ago."""
         if self._lost_s is not None and time.monotonic() > self._lost_s + CALL_S:
             raise RunLost(self._loss("the run"))
 
     def lost(self, watch: Watch, gone: Mapping[int, str]) -> PeerLost:
-        """The error of a wait for ranks that are ``gone``: lost, or merely at their end."""
+        """The error of a wait for ranks that are ``gone``: lost, or finished."""
         if self._lost_s is None:
             return watch.lost(list(gone), next(iter(gone.values())))
         time.sleep(max(0.0, self._lost_s + STAY_S - time.monotonic()))
         return watch.lost(list(self._lost), next(iter(self._lost.values())))
 
     def first_loss(self, error: PeerLost) -> PeerLost:
-        """The error; or the first loss, where it names those that gave up because of that."""
-        given_up = self.lost_one and self._lost.keys().isdisjoint(error.ranks)
+        """The first loss, if ``error`` names ranks that ended because of it; else ``error``."""
+        given_up = self.has_loss and self._lost.keys().isdisjoint(error.ranks)
         return self._loss("the run") if given_up else error
 
     def find_lost(self, watch: Watch, others: Sequence[int]) -> PeerLost:
-        """The error of a wait in which a connection broke: the reason has a moment to show."""
+        """The error of a wait in which a connection broke; waits a while for the reason."""
         until_s = time.monotonic() + self._limits.dead_s + 2 * SLACK_S
         while self._lost_s is None and time.monotonic() < until_s:
-            time.sleep(_MEET_S)
+            time.sleep(_POLL_S)
         return self.lost(watch, dict.fromkeys(others, "the connection to it broke"))
 
     @contextmanager
     def explaining(self, op: str, suspect: int | None = None) -> Iterator[None]:
-        """Inside, an error of the backend is a loss: of whom was lost by then, or the suspect."""
+        """Turn an error of the backend into the loss that caused it, or a loss of ``suspect``."""
         watch = Watch(op, self._limits)
         try:
             yield
         except RuntimeError as error:
             known = suspect is not None and suspect != self._rank
             loss = self.find_lost(watch, [suspect or 0])
-            raise (loss if known or self.lost_one else error) from None
+            raise (loss if known or self.has_loss else error) from None
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Inside, the store is asked something that it answers at once, while its host lives."""
+        """For a query that the store answers at once if its host is alive."""
         self._asked_s = time.monotonic()
         try:
             yield
         finally:
             self._asked_s = None
 
-    def leaves(self, rank: int) -> None:
-        """Hear that ``rank`` has come to its end, so that its process may end, too."""
+    def mark_departed(self, rank: int) -> None:
+        """Record that ``rank`` has finished: the end of its process is no loss."""
         self._left.add(rank)
 
     def close(self) -> None:
-        """Look after nobody any more; after a loss, see to it that the process ends."""
-        if not self.lost_one:
+        """Stop watching; after a loss, make sure that this process ends."""
+        if not self.has_loss:
             self._over.set()
         elif not self._over.is_set():
-            self._tell = lambda loss: None
+            self._report = lambda loss: None
             atexit.register(_end_after_others)
 
     # The thread ----------------------------------------------------------------------------------
@@ -324,11 +322,11 @@ class Peers:
             if self._awaited is not None and self._lost_s is None:
                 self._await_start(now_s - self._began_s, *self._awaited)
             if self._lost_s is not None and now_s > self._lost_s + END_S:
-                self._tell(self._loss("the run"))
+                self._report(self._loss("the run"))
                 end_process(PeerLost.exit_code)
 
     def _forgive(self, seconds: float) -> None:
-        """This process was stopped itself: nobody can be blamed for that time."""
+        """Do not count the last ``seconds``: this process was stopped itself."""
         self._processes.forgive(seconds)
         self._beats = {peer: (beat, at_s + seconds) for peer, (beat, at_s) in self._beats.items()}
         self._answered_s += seconds
@@ -339,7 +337,9 @@ class Peers:
         gone = {peer: why for peer in range(self._size) if (why := self._why_gone(peer))}
         if not gone and (silent_s := self._store_silent_s(now_s)) > self._limits.dead_s + SLACK_S:
             gone = {0: f"its store has not answered for {silent_s:.1f} s"}
-        if gone and self._lost_s is None:  # who has ended while others are stopped has given up
+        if (
+            gone and self._lost_s is None
+        ):  # ranks that end while others are stopped gave up on those
             stopped = [peer for peer in self._pids if self._processes.is_stopped(peer)]
             self._lose({peer: gone.get(peer, "it has been stopped") for peer in stopped} or gone)
         self._gone = {**self._gone, **gone}
@@ -351,7 +351,7 @@ class Peers:
         return None if peer in self._left else self._why_silent(peer)
 
     def _why_silent(self, peer: int) -> str | None:
-        """Why a rank of another host is lost, as of the last time that the store has answered."""
+        """Why a rank of another host is lost, as of the last reply of the store."""
         _, since_s = self._beats.get(peer, (b"", self._answered_s))
         silent_s = self._answered_s - since_s
         if silent_s > self._limits.dead_s + SLACK_S:
@@ -359,7 +359,7 @@ class Peers:
         return None
 
     def _store_silent_s(self, now_s: float) -> float:
-        """For how long rank 0's store has not answered; 0 where the kernel can tell of rank 0."""
+        """How long rank 0's store has not replied; 0 if rank 0 is on this host."""
         if self._rank == 0 or 0 in self._pids:
             return 0.0
         asked_s = now_s if self._asked_s is None else self._asked_s
@@ -372,20 +372,20 @@ class Peers:
         waited_s = time.monotonic() - (self._lost_s or 0.0)
         return PeerLost(list(self._lost), op, next(iter(self._lost.values())), waited_s)
 
-    def _await_start(self, waited_s: float, ranks: list[int], whom: str) -> None:
+    def _await_start(self, waited_s: float, ranks: list[int], names: str) -> None:
         limit = f"pl.Limits(start_s={self._limits.start_s:g})"
         if waited_s > self._limits.start_s:
             why = f"not there {waited_s:.0f} s after the start ({limit})"
             self._lose(dict.fromkeys(ranks, why))
         elif waited_s > self._limits.notice_s and not self._noticed:
             self._noticed = True
-            text = f"rank {self._rank} still waits at the start for {whom} after {waited_s:.0f} s"
+            text = f"rank {self._rank} still waits at the start for {names} after {waited_s:.0f} s"
             print(f"paceline: {text}; the limit is {limit}", file=sys.stderr, flush=True)
 
     # Heartbeats ----------------------------------------------------------------------------------
 
     def _beat(self, store: Any) -> None:
-        """Show a heartbeat, look at those of other hosts, and tell of losses and hear of them."""
+        """Periodically write this rank's heartbeat, read those of other hosts, and share losses."""
         store, others = store.clone(), list(self._beats)
         while not self._over.wait(HEARTBEAT_S):
             try:
@@ -402,9 +402,9 @@ class Peers:
                     self._beats[peer] = (beat, now_s)
 
     def _share_loss(self, store: Any) -> None:
-        """Take for lost whom another has lost before this one has; if that is this one, all others.
+        """Write this rank's loss to the store, or adopt the one that another rank wrote first.
 
-        Otherwise tell the others of a loss.
+        If that one names this rank, the others have given it up: it has lost all of them.
         """
         lost = self._lost
         mine = f"{','.join(map(str, lost))} {next(iter(lost.values()))}" if lost else ""
@@ -420,14 +420,14 @@ class Peers:
 
 
 def _end_after_others() -> None:
-    """As the last of what is done at the exit: the backend may wait for a lost rank for good."""
+    """Run the other exit functions, then end: the backend's own exit may wait for ever."""
     atexit.unregister(_end_after_others)
     atexit._run_exitfuncs()
     end_process(PeerLost.exit_code)
 
 
 def end_process(code: int) -> None:
-    """End this process at once, whatever its other threads and the backend are in."""
+    """End this process at once, whatever its other threads and the backend do."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -435,7 +435,7 @@ def end_process(code: int) -> None:
 
 
 class Watch:
-    """One wait: gives up when a peer is lost, says whom it waits for, and ends at its limit."""
+    """One wait: prints a notice after ``notice_s``, and fails at ``progress_limit_s``."""
 
     def __init__(self, op: str, limits: Limits, patient: bool = False) -> None:
         self.op, self._limits, self._patient = op, limits, patient
@@ -444,11 +444,11 @@ class Watch:
 
     @property
     def waited_s(self) -> float:
-        """Since when this wait lasts."""
+        """How long this wait has lasted."""
         return time.monotonic() - self._start_s
 
     def look(self) -> None:
-        """Say, many times a second, that this waits; else it was stopped, and that is no wait."""
+        """Call this many times a second: a long gap was a stop, and does not count as waiting."""
         now_s = time.monotonic()
         if now_s - self._looked_s > SLACK_S:
             self._start_s += now_s - self._looked_s
@@ -458,8 +458,8 @@ class Watch:
         """The error of this wait when ``ranks`` are lost."""
         return PeerLost(ranks, self.op, reason, self.waited_s)
 
-    def keep_patience(self, missing: Sequence[int]) -> None:
-        """Say after a while whom this waits for, and end after a long one."""
+    def check_limits(self, missing: Sequence[int]) -> None:
+        """Print the ranks waited for after ``notice_s``; raise after ``progress_limit_s``."""
         self.look()
         waited_s = self.waited_s
         if waited_s > self._limits.progress_limit_s and not self._patient:
@@ -476,23 +476,23 @@ def is_stopped(pid: int) -> bool:
 
 
 def goes_on(pid: int) -> bool:
-    """Whether a process is there, and neither stopped nor at its end."""
+    """Whether a process exists, and is neither stopped nor ended."""
     return _stat(pid)[:1] not in ([], [b"T"], [b"t"], [b"Z"], [b"X"])
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, and its parent knows how."""
+    """Whether a process has ended and its parent has waited for it."""
     return not _stat(pid)
 
 
 def exit_code(pid: int) -> int | None:
-    """How a process has ended that nobody has waited for yet; None when that cannot be told."""
+    """The exit code of an ended process that nobody has waited for yet; None if unknown."""
     stat = _stat(pid)
     return os.waitstatus_to_exitcode(int(stat[49])) if stat[:1] == [b"Z"] else None
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What the kernel says of a process, from its state on; nothing of one that is gone."""
+    """The fields of ``/proc/PID/stat`` from the state on; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2].split()
@@ -501,7 +501,7 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def _host() -> str:
-    """What processes have in common that see each other's pids."""
+    """An identifier that is equal for processes that see each other's pids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.readlink('/proc/self/ns/pid')}"

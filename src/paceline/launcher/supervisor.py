@@ -426,7 +426,7 @@ class Supervisor:
         if stopped:
             op = "a run whose workers are all stopped"
             self._pause = self._pause or Watch(op, self._limits)
-            self._pause.keep_patience(stopped)
+            self._pause.check_limits(stopped)
 
     def _end_rest(self) -> None:
         """If only stopped ranks remain, end them: there are no members left to rejoin."""

@@ -1,8 +1,8 @@
 """One contiguous vector ``x`` of all parameters, and ``g`` of their gradients.
 
-The only file that knows parameter lists. ``x`` holds, group by group, what the user's optimizer
-trains; the parameters themselves become views of it, with their shapes, strides and names. ``g``
-is filled by :meth:`Flat.gather`: autograd keeps its own gradients until then.
+The only file that handles lists of parameters. ``x`` holds, group by group, the parameters that the
+user's optimizer trains; each parameter becomes a view of it, with its shape and strides.
+:meth:`Flat.gather` fills ``g``: until then autograd keeps its own gradients.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.errors import UsageError
 
 Allocate = Callable[[int, Tensor], Tensor]
 ALIGNMENT = 64
-"""The bytes that torch aligns the memory of a tensor to."""
+"""Torch aligns the memory of a tensor to this many bytes."""
 
 
 class Span(NamedTuple):
-    """Where one parameter lies in the vectors."""
+    """The range of one parameter in the vectors."""
 
     name: str
     parameter: nn.Parameter
@@ -40,9 +40,9 @@ class Flat:
     Args:
         model: names the parameters in messages.
         optimizer: says which parameters are trained, in which groups.
-        allocate: gives zeroed memory for a vector, ``allocate(numel, like)``.
-        aligned: whether each parameter begins where torch would begin it. On some processors the
-            last bit of a matrix product depends on that.
+        allocate: ``allocate(numel, like)`` returns a zeroed vector.
+        aligned: whether to align each parameter as torch does. On some processors the last bit of
+            a matrix product depends on that.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Flat:
 
     @property
     def g(self) -> Tensor:
-        """The vector of gradients, made when it is first needed."""
+        """The vector of gradients, allocated at its first use."""
         if self._g is None:
             self._g = self._allocate(self.x.numel(), self.x)
             self._g_views = self.views(self._g)
@@ -105,7 +105,7 @@ class Flat:
     def gather(self) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
 
-        A parameter without a gradient has zeros in ``g`` and still no gradient afterwards.
+        A parameter without a gradient gets zeros in ``g``; its ``.grad`` stays None.
         """
         g, sources, targets = self.g, [], []
         for span, view in zip(self.spans, self._g_views, strict=True):
@@ -127,17 +127,17 @@ class Flat:
         return tuple(span.parameter.grad is not None for span in self.spans)
 
     def gradients(self) -> list[Tensor]:
-        """The numbers of the gradients as autograd left them."""
+        """The values of the gradients as autograd left them."""
         grads = [span.parameter.grad for span in self.spans if span.parameter.grad is not None]
         return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
 
     def show_gradients(self, present: Iterable[bool]) -> None:
-        """Let those parameters that are ``present``, and no others, have their part of ``g``."""
+        """Set ``.grad`` to its part of ``g`` where ``present``, and to None elsewhere."""
         for span, view, wanted in zip(self.spans, self._g_views, present, strict=True):
             span.parameter.grad = view if wanted else None
 
     def check(self) -> None:
-        """Refuse to go on when a parameter has left ``x``, or a frozen one has a gradient."""
+        """Refuse a parameter that is no longer a view of ``x``, or a frozen one with a gradient."""
         for span, pointer in zip(self.spans, self._pointers, strict=True):
             if span.parameter.data_ptr() != pointer:
                 raise UsageError(
@@ -154,7 +154,7 @@ class Flat:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    """Refuse what cannot be a view of one dense vector."""
+    """Refuse a parameter that cannot be a view of one dense vector."""
     if isinstance(parameter, UninitializedParameter):
         raise UsageError(f"parameter {name} has no shape yet: run one forward before worker.setup")
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
@@ -180,7 +180,7 @@ def _check_same(spans: list[Span]) -> None:
 
 
 def _check_separate(spans: list[Span]) -> None:
-    """Weights tied as one parameter are fine; two parameters that share memory are not."""
+    """Refuse two parameters that share memory; tied weights that are one parameter are fine."""
     ordered = sorted(spans, key=lambda span: span.parameter.data_ptr())
     for before, after in itertools.pairwise(ordered):
         if before.parameter.data_ptr() + before.parameter.nbytes > after.parameter.data_ptr():

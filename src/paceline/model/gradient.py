@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What one worker brings to a step; what an exchange makes of it is another one.
+    """The gradient of one worker in one step; an exchange returns a new ``Gradient``.
 
-    The numbers themselves are those of the parameters' ``.grad``: an exchange changes them in
-    place, and the user's optimizer reads them there.
+    The values themselves are in the parameters' ``.grad``: an exchange changes them in place, and
+    the user's optimizer reads them there.
 
     Attributes:
-        gathered: the gradients of all parameters as one vector; None where the method does not ask
-            for it.
-        present: which parameters have a gradient; nothing where it was not gathered.
-        samples: how many samples it is the mean of; 1 where no loader counts them, 0 where the
-            worker has no data any more.
+        gathered: the gradients of all parameters as one vector; None if the method does not use
+            it.
+        present: which parameters have a gradient; empty if it was not gathered.
+        samples: the number of samples that it is the mean of; 1 if no loader counts them, 0 if the
+            worker has used all its data.
         overflow: whether a gradient scaler found it to be infinite.
         dropped: whether the guard dropped it: it is not finite, or it explodes.
-        max_norm: the norm that the update has still to clip it to, if any.
+        max_norm: the update must still clip it to this norm, if given.
     """
 
     gathered: Tensor | None = None
@@ -50,15 +50,15 @@ class Gradient:
 
     @property
     def weight(self) -> int:
-        """What it counts for in a mean over workers: its samples, unless the guard dropped it."""
+        """Its weight in a mean over workers: its samples, or 0 if the guard dropped it."""
         return 0 if self.dropped else self.samples
 
     @property
     def ordinary(self) -> bool:
-        """Whether it is usable and complete, so that a mean has nothing else to agree on."""
+        """Whether it is usable and complete, so that workers need not exchange flags in a mean."""
         return self.usable and (not self.samples or all(self.present))
 
     @classmethod
     def nothing(cls, vector: Tensor, parameters: int) -> Gradient:
-        """What a worker hands in that has no data any more; ``vector`` is only room for a mean."""
+        """The gradient of a worker that has used all its data; ``vector`` receives the mean."""
         return cls(gathered=vector, present=(False,) * parameters, samples=0)

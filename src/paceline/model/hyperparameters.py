@@ -1,4 +1,4 @@
-"""The numbers of an optimizer that a scheduler may change, as a list that can be sent along."""
+"""The numbers of an optimizer that a scheduler may change, as a list for a message."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def read_hyperparameters(optimizer: Optimizer) -> list[float]:
 
 
 def write_hyperparameters(optimizer: Optimizer, numbers: Sequence[float]) -> None:
-    """Set what :func:`read_hyperparameters` gave, in the same order."""
-    left = iter(numbers)
+    """Set the numbers that :func:`read_hyperparameters` returned, in the same order."""
+    remaining = iter(numbers)
     for group in optimizer.param_groups:
         for name in _names(optimizer):
             value = group[name]
             if hasattr(value, "fill_"):
-                value.fill_(next(left))
+                value.fill_(next(remaining))
             elif isinstance(value, (tuple, list)):
-                group[name] = tuple(next(left) for _ in value)
+                group[name] = tuple(next(remaining) for _ in value)
             else:
-                group[name] = next(left)
+                group[name] = next(remaining)
 
 
 def _names(optimizer: Optimizer) -> list[str]:

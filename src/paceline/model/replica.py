@@ -1,4 +1,4 @@
-"""This rank's copy of the model: the flat vectors, and the user's own optimizer on them."""
+"""This rank's copy of the model: the flat vectors, and the user's optimizer on them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.model.gradient import Gradient
 
 
 class Replica:
-    """What a strategy may touch of the user's model and optimizer.
+    """The part of the user's model and optimizer that a strategy may access.
 
     Attributes:
         flat: the parameters and gradients as vectors.
-        optimizer: the user's own.
+        optimizer: the user's optimizer.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Replica:
         self.flat = Flat(model, optimizer, allocate, aligned)
         self.optimizer = optimizer
         self._updating = False
-        self._hook = optimizer.register_step_pre_hook(self._refuse_others)
+        self._hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     def local_update(self, g: Gradient) -> None:
-        """Clip if asked to, then run the user's optimizer, if the gradient is usable."""
+        """If the gradient is usable: clip it if requested, then step the user's optimizer."""
         if g.usable:
             self.clip(g)
             self._updating = True
@@ -43,20 +43,20 @@ class Replica:
             finally:
                 self._updating = False
 
-    def _refuse_others(self, *_: Any) -> None:
-        """Refuse a step of the user's own optimizer that the strategy has not asked for."""
+    def _refuse_direct_step(self, *_: Any) -> None:
+        """Refuse a step of the user's optimizer outside of :meth:`local_update`."""
         if not self._updating:
             raise UsageError(
-                "step() was called of the optimizer that worker.setup was given; use the one that"
-                " it returned: model, optimizer = worker.setup(model, optimizer)"
+                "step() was called on the optimizer that was given to worker.setup; call it on the"
+                " one that it returned: model, optimizer = worker.setup(model, optimizer)"
             )
 
     def release(self) -> None:
-        """Leave the user's optimizer to the user, after the end."""
+        """After the run, let the user call the optimizer again."""
         self._hook.remove()
 
     def clip(self, g: Gradient) -> Gradient:
-        """The gradient, clipped if ``worker.clip_gradients`` was called for it; clip it once."""
+        """The gradient, clipped (once) if ``worker.clip_gradients`` was called for it."""
         if g.max_norm is None:
             return g
         parameters = [span.parameter for span in self.flat.spans]
@@ -75,11 +75,11 @@ class Replica:
             x[part].sub_(v[part], alpha=rate)
 
     def lrs(self) -> list[float]:
-        """The learning rate of each parameter group; ``flat.groups`` are their parts of ``x``."""
+        """The learning rate of each parameter group, in the order of ``flat.groups``."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def base_lrs(self) -> list[float]:
-        """The learning rate of each group that its scheduler starts from, if there is one yet."""
+        """The initial learning rate of each group, from its scheduler if it has one."""
         groups = self.optimizer.param_groups
         return [float(group.get("initial_lr", group["lr"])) for group in groups]
 
@@ -90,14 +90,14 @@ class Replica:
         )
 
     def stands_still(self) -> bool:
-        """Whether a learning rate is 0, and no scheduler is there to raise it."""
+        """Whether a learning rate is 0 and no scheduler can raise it."""
         return any(
             lr == 0 and not group.get("initial_lr", 0)
             for lr, group in zip(self.lrs(), self.optimizer.param_groups, strict=True)
         )
 
     def accumulate(self, g: Gradient, total: Tensor) -> Gradient:
-        """Clip ``g``; if it is usable, add what plain SGD steps along, ``g + weight_decay * x``."""
+        """Clip ``g``; if it is usable, add ``g + weight_decay * x`` (plain SGD) to ``total``."""
         g = self.clip(g)
         if g.usable:
             total.add_(g.vector)
@@ -131,18 +131,18 @@ class Replica:
     def decay_is_coupled(self) -> bool:
         """Whether the optimizer's weight decay is that of :meth:`decayed`: a part of the gradient.
 
-        Otherwise it is AdamW's: a step shrinks the parameters by ``lr * weight_decay``. Found by
-        steps of copies of the optimizer on one number.
+        Otherwise it is AdamW's: a step shrinks the parameters by ``lr * weight_decay``. This tries
+        a step of copies of the optimizer on one number.
         """
         if "weight_decay" not in self.optimizer.defaults:
             return True
         try:
             return self._try_step(g=1.0, decay=0.5) == self._try_step(g=1.5, decay=0.0)
-        except TypeError:  # it cannot be made from groups alone, as a server has to
+        except TypeError:  # its class needs more than groups, so no server can make it either
             return True
 
     def _try_step(self, g: float, decay: float) -> float:
-        """Where a new optimizer of the user's class takes the number 1 in one step."""
+        """The result of one step of a copy of the user's optimizer from the number 1."""
         number = nn.Parameter(torch.ones(1, device=self.flat.x.device))
         number.grad = torch.full_like(number, g)
         self._probe(number, lr=0.5, weight_decay=decay, maximize=False)
@@ -160,7 +160,7 @@ class Replica:
     def moments(self) -> list[str]:
         """The names of the optimizer's buffers that are shaped like the parameters.
 
-        Found by a step of a copy of the optimizer on one number, so that every rank knows them
+        This tries a step of a copy of the optimizer on one number: every rank must know the names
         before its own first step.
         """
         number = nn.Parameter(torch.zeros(1))
@@ -172,7 +172,7 @@ class Replica:
         ]
 
     def read_moment(self, name: str, out: Tensor) -> None:
-        """Gather one buffer of the optimizer into a vector; where there is none, zeros."""
+        """Gather one buffer of the optimizer into a vector, with zeros where it does not exist."""
         for span, view in zip(self.flat.spans, self.flat.views(out), strict=True):
             buffer = self.optimizer.state[span.parameter].get(name)
             if buffer is None:
@@ -181,13 +181,13 @@ class Replica:
                 view.copy_(buffer)
 
     def write_moment(self, name: str, vector: Tensor) -> None:
-        """Spread a vector over the optimizer's buffers, where they exist."""
+        """Copy a vector into the optimizer's buffers, where they exist."""
         for span, view in zip(self.flat.spans, self.flat.views(vector), strict=True):
             buffer = self.optimizer.state[span.parameter].get(name)
             if buffer is not None:
                 buffer.copy_(view)
 
     def forget_moments(self) -> None:
-        """Let the optimizer start again without its buffers."""
+        """Delete the optimizer's buffers; it starts again without them."""
         for span in self.flat.spans:
             self.optimizer.state.pop(span.parameter, None)

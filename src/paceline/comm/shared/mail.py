@@ -150,7 +150,7 @@ class SharedMail(Mail):
         gone = {rank: why for rank, why in reasons.items() if why is not None}
         missed = len(gone) == len(sources) or (gone and any_loss)
         if not missed or self._find(sources, tag) is not None:
-            watch.keep_patience(sources)
+            watch.check_limits(sources)
             return None
         return Lost(tuple(gone), watch.op, next(iter(gone.values())), watch.waited_s)
 

@@ -311,7 +311,7 @@ class SharedMembers(Members):
         if lost:
             raise watch.lost(lost, gone[lost[0]] or "")
         if missing:
-            watch.keep_patience(missing)
+            watch.check_limits(missing)
 
     def wait_for_change(self, seconds: float) -> bool:
         """Other ranks change the table when they find a loss; this one looks for itself, too."""
@@ -336,4 +336,4 @@ class SharedMembers(Members):
             if entry.standing is Standing.LEFT:
                 raise watch.lost([rank], "it has finished")
             if not words.wait_change(version, seen, TICK_S):
-                watch.keep_patience([rank])
+                watch.check_limits([rank])

@@ -69,7 +69,7 @@ class SharedRendezvous(Rendezvous):
                 if (gone or self._is_given_up(number)) and words[self._word(member)] < number:
                     self._give_up(number)
                     return False
-                watch.keep_patience([member])
+                watch.check_limits([member])
         return words[self._start + 4] < number  # a member may have come, and given it up
 
     def _give_up(self, number: int) -> None:

@@ -154,7 +154,7 @@ class DistributedCollectives(Collectives):
                 if gone:
                     raise self._peers.lost(watch, gone) from None
                 self._peers.check()
-                watch.keep_patience(others)
+                watch.check_limits(others)
 
     def _wait_a_tick(self, work: Any) -> None:
         """Wait for a while; nccl must not be given a timeout, or it gives up for good."""

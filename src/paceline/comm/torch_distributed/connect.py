@@ -34,7 +34,7 @@ def connect_on_loopback(
 ) -> DistributedPorts:
     """Join the run of a launcher on this host, which listens at ``fd``."""
     with _watched(rank, size, limits, tell) as peers:
-        peers.awaits([0], "rank 0")
+        peers.set_awaited([0], "rank 0")
         store = open_store("127.0.0.1", port, rank, size, fd)
         return _join(store, "127.0.0.1", rank, size, limits, started_s, peers)
 
@@ -83,7 +83,7 @@ def _reach(host: str, port: int, peers: Peers) -> None:
             return
         except OSError as error:
             why = error.strerror or str(error)
-        peers.awaits([0], f"rank 0 at {host}:{port} ({why})")
+        peers.set_awaited([0], f"rank 0 at {host}:{port} ({why})")
         time.sleep(_TICK.total_seconds())
 
 
@@ -116,7 +116,7 @@ def _join(
 ) -> DistributedPorts:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    peers.meet(dist.PrefixStore(PREFIX, store))
+    peers.wait_for_all(dist.PrefixStore(PREFIX, store))
     backend = _backend(local_size or size)
     with peers.explaining("the start"):
         dist.init_process_group(

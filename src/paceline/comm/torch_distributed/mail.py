@@ -238,7 +238,7 @@ class DistributedMail(Mail):
                 error = self._peers.lost(watch, gone)
                 return Lost(tuple(error.ranks), error.op, error.reason, error.waited_s)
             self._peers.check()
-            watch.keep_patience(peers)
+            watch.check_limits(peers)
 
     # Sending -------------------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ class DistributedMail(Mail):
                 self._held.pop(announced.number, None)
             elif announced.kind == Kind.LEFT:
                 self._left.add(src)
-                self._peers.leaves(src)
+                self._peers.mark_departed(src)
             elif announced.kind == Kind.FINISHED:
                 self.finished |= {src}
             elif announced.kind == Kind.STOP:

@@ -51,7 +51,7 @@ class DistributedPorts(Ports):
         self._store = dist.PrefixStore(PREFIX, store)
         self._peers, self._owns_groups = peers, owns_groups
         if not owns_groups:
-            peers.meet(self._store)
+            peers.wait_for_all(self._store)
         mail = DistributedMail(rank, size, limits, peers)
         super().__init__(
             rank,
