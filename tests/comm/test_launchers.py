@@ -111,7 +111,7 @@ def test_ranks_of_one_job_have_one_port_and_other_jobs_another():
             {**OMPI_HERE, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             "MASTER_ADDR must be set to the host of rank 0, and MASTER_PORT to a free port there",
         ),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK (1) does not say how many there are: set RANK, WORLD_SIZE"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK (1) gives no number of processes: set RANK, WORLD_SIZE"),
         ({"PMI_RANK": "1"}, "PMI_RANK (1) must not be set without PMI_SIZE: set RANK"),
         (
             {**TORCH, "MASTER_ADDR": "", "LOCAL_WORLD_SIZE": "2"},

@@ -84,9 +84,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
         return _read(step, _STEP)
     for name in _NOT_UNDERSTOOD:
         if name in environment:
-            raise NotLaunched(
-                f"{name} ({environment[name]}) does not say how many there are: {_SET}"
-            )
+            raise NotLaunched(f"{name} ({environment[name]}) gives no number of processes: {_SET}")
     return Launched()
 
 

@@ -187,7 +187,7 @@ class Peers:
         self._pids: dict[int, int] = {}
         self._processes = Processes(lambda peer: self._pids[peer], limits)
         self._beats: dict[int, tuple[bytes, float]] = {}
-        self._left: set[int] = set()
+        self._departed: set[int] = set()
         self._gone: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._lost_s: float | None = None
@@ -212,10 +212,10 @@ class Peers:
             self._wait_for_all(store)
 
     def _wait_for_all(self, store: Any) -> None:
-        here, missing = _host(), [peer for peer in range(self._size) if peer != self._rank]
+        own_host, missing = _host(), [peer for peer in range(self._size) if peer != self._rank]
         beats: dict[int, tuple[bytes, float]] = {}
         store.set(f"beat/{self._rank}", "0")
-        store.set(f"host/{self._rank}", f"{here} {os.getpid()}")
+        store.set(f"host/{self._rank}", f"{own_host} {os.getpid()}")
         while missing:
             self._share_loss(store)
             for peer in list(missing):
@@ -224,7 +224,7 @@ class Peers:
                 if entry:
                     missing.remove(peer)
                     host, pid = entry.decode().split()
-                    if host == here:
+                    if host == own_host:
                         self._pids[peer] = int(pid)
                     else:
                         beats[peer] = (b"", time.monotonic())
@@ -299,7 +299,7 @@ class Peers:
 
     def mark_departed(self, rank: int) -> None:
         """Record that ``rank`` has finished: the end of its process is no loss."""
-        self._left.add(rank)
+        self._departed.add(rank)
 
     def close(self) -> None:
         """Stop watching; after a loss, make sure that this process ends."""
@@ -337,18 +337,17 @@ class Peers:
         gone = {peer: why for peer in range(self._size) if (why := self._why_gone(peer))}
         if not gone and (silent_s := self._store_silent_s(now_s)) > self._limits.dead_s + SLACK_S:
             gone = {0: f"its store has not answered for {silent_s:.1f} s"}
-        if (
-            gone and self._lost_s is None
-        ):  # ranks that end while others are stopped gave up on those
+        if gone and self._lost_s is None:
+            # If ranks are stopped, the ended ones gave up because of them: blame the stopped ones.
             stopped = [peer for peer in self._pids if self._processes.is_stopped(peer)]
             self._lose({peer: gone.get(peer, "it has been stopped") for peer in stopped} or gone)
         self._gone = {**self._gone, **gone}
 
     def _why_gone(self, peer: int) -> str | None:
         if peer in self._pids:
-            left = peer in self._left
-            return self._processes.why_stopped(peer) if left else self._processes.why_lost(peer)
-        return None if peer in self._left else self._why_silent(peer)
+            processes, departed = self._processes, peer in self._departed
+            return processes.why_stopped(peer) if departed else processes.why_lost(peer)
+        return None if peer in self._departed else self._why_silent(peer)
 
     def _why_silent(self, peer: int) -> str | None:
         """Why a rank of another host is lost, as of the last reply of the store."""
@@ -375,7 +374,7 @@ class Peers:
     def _await_start(self, waited_s: float, ranks: list[int], names: str) -> None:
         limit = f"pl.Limits(start_s={self._limits.start_s:g})"
         if waited_s > self._limits.start_s:
-            why = f"not there {waited_s:.0f} s after the start ({limit})"
+            why = f"it has not joined {waited_s:.0f} s after the start ({limit})"
             self._lose(dict.fromkeys(ranks, why))
         elif waited_s > self._limits.notice_s and not self._noticed:
             self._noticed = True
@@ -393,7 +392,7 @@ class Peers:
                 beats = store.multi_get([f"beat/{peer}" for peer in others])
                 self._share_loss(store)
             except RuntimeError:
-                if self._rank and 0 not in self._left and self._lost_s is None:
+                if self._rank and 0 not in self._departed and self._lost_s is None:
                     self._lose({0: "the connection to its store broke"})
                 return
             now_s = self._answered_s = time.monotonic()
@@ -407,9 +406,9 @@ class Peers:
         If that one names this rank, the others have given it up: it has lost all of them.
         """
         lost = self._lost
-        mine = f"{','.join(map(str, lost))} {next(iter(lost.values()))}" if lost else ""
-        first = store.compare_set("lost", "", mine).decode()
-        if first in ("", mine):
+        own_loss = f"{','.join(map(str, lost))} {next(iter(lost.values()))}" if lost else ""
+        first = store.compare_set("lost", "", own_loss).decode()
+        if first in ("", own_loss):
             return
         names, why = first.split(" ", 1)
         ranks = [int(name) for name in names.split(",")]

@@ -32,8 +32,8 @@ class MembershipPolicy:
         at_least("max_restarts", max_restarts, 0)
         if max_restarts and synchronous:
             raise UsageError(
-                f"max_restarts ({max_restarts}) must be 0: a synchronous method takes no worker in"
-                " mid-run"
+                f"max_restarts ({max_restarts}) must be 0: no worker can join a synchronous method"
+                " during a run"
             )
         self.on_loss = on_loss or ("stop" if synchronous else "continue")
         if max_restarts and not self.goes_on:

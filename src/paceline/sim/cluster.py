@@ -219,9 +219,11 @@ class Cluster:
             for name, limit in limits.items():
                 value = getattr(fault, name)
                 if value is not None and value >= limit:
-                    there = f"there are {name}s 0 to {limit - 1}" if limit > 1 else "there is one"
+                    existing = (
+                        f"there are {name}s 0 to {limit - 1}" if limit > 1 else "there is one"
+                    )
                     raise UsageError(
-                        f"{fault.kind}: {name} ({value}) must be below {limit}: {there}"
+                        f"{fault.kind}: {name} ({value}) must be below {limit}: {existing}"
                     )
 
 

@@ -50,7 +50,7 @@ class Collective:
         self._flags = 0
         self._waiting: set[int] = set()
         self._cut_off: list[int] = []
-        self._left = len(members)
+        self._unfinished = len(members)
 
     def __iter__(self) -> Iterator[int]:
         """The ranks waited for: those not arrived, else those with bad links, else all."""
@@ -95,12 +95,12 @@ class Collective:
         if not self.done:
             self._waiting.add(own.rank)
             own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
-        self._left -= 1
+        self._unfinished -= 1
 
     @property
     def over(self) -> bool:
         """Whether every member has seen the end."""
-        return self._left == 0
+        return self._unfinished == 0
 
     def _combine(self) -> None:
         world, (x, _) = self._world, self.inputs[self.members[0]]
@@ -110,8 +110,8 @@ class Collective:
         nbytes = x.nbytes if contributions else 0
         if contributions and x.numel():
             self.result = contributions[0][0].clone()
-            for theirs, _ in contributions[1:]:
-                self.result += theirs
+            for x_of_other, _ in contributions[1:]:
+                self.result += x_of_other
             if self._factor is not None:
                 self.result *= self._factor(weight)
         if world.on_reduced is not None:

@@ -76,8 +76,8 @@ class Cores:
         while self._order and self._jobs.get(self._order[0].rank) is not self._order[0]:
             heapq.heappop(self._order)
         if self._order:
-            left_s = max(0.0, self._order[0].until_s - self._served_s)
-            end_s = self._calendar.now_s + left_s / self._rate()
+            remaining_s = max(0.0, self._order[0].until_s - self._served_s)
+            end_s = self._calendar.now_s + remaining_s / self._rate()
             self._calendar.call(end_s, partial(self._end, self._sequence))
 
     def _end(self, sequence: int) -> None:

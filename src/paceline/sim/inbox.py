@@ -118,9 +118,9 @@ class Inbox:
 
     def withdraw(self, src: int, posted: bool = False) -> None:
         """Remove the messages of ``src`` that nobody received; posted ones only if ``posted``."""
-        kept = [m for m in self.all() if m.src != src or (m.posted and not posted)]
+        remaining = [m for m in self.all() if m.src != src or (m.posted and not posted)]
         self.clear()
-        for message in kept:
+        for message in remaining:
             self.add(message)
 
     def clear(self) -> None:

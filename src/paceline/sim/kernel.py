@@ -76,8 +76,8 @@ class RankState:
     turn: int = 0
     wait: Wait | None = None
     computing_until_s: float | None = None
-    left_s: float | None = None
-    then: Callable[[], None] | None = None
+    remaining_s: float | None = None
+    on_computed: Callable[[], None] | None = None
     interrupt: BaseException | None = None
     frozen_since_s: float | None = None
     held_wake: bool = False
@@ -98,7 +98,7 @@ class Baton:
         self.ranks = [RankState() for _ in range(size)]
         self.failure: BaseException | None = None
         self.stalled = False
-        self._left = size
+        self._running = size
         self._limit_s = progress_limit_s
         self._alarm_s: float | None = None
         self._cores: list[Cores] | None = None
@@ -148,7 +148,7 @@ class Baton:
         The rank blocks once; with :meth:`sleep`, ``act()`` and a wait it would block twice.
         """
         state = self.ranks[rank]
-        state.then = act
+        state.on_computed = act
         self._compute(rank, state, seconds)
 
     def wait(
@@ -192,7 +192,7 @@ class Baton:
         if state.ended or isinstance(state.interrupt, Killed):
             return
         state.interrupt = error
-        state.then = None
+        state.on_computed = None
         if self._cores is not None and state.computing_until_s is not None:
             self._cores[rank].leave(rank)
         if isinstance(error, Killed):
@@ -212,10 +212,10 @@ class Baton:
         if state.computing_until_s is None:
             return
         if self._cores is None:
-            state.left_s = state.computing_until_s - self.calendar.now_s
+            state.remaining_s = state.computing_until_s - self.calendar.now_s
             state.turn += 1
         else:
-            state.left_s = self._cores[rank].leave(rank)
+            state.remaining_s = self._cores[rank].leave(rank)
 
     def thaw(self, rank: int) -> None:
         """Let ``rank`` continue where it stopped, with the computing time that it had left."""
@@ -223,9 +223,9 @@ class Baton:
         if state.ended or state.frozen_since_s is None:
             return
         state.frozen_since_s = None
-        if state.left_s is not None:
-            left_s, state.left_s = state.left_s, None
-            self._compute(rank, state, left_s)
+        if state.remaining_s is not None:
+            remaining_s, state.remaining_s = state.remaining_s, None
+            self._compute(rank, state, remaining_s)
         elif state.held_wake:
             state.held_wake = False
             self.wake(rank)
@@ -240,8 +240,8 @@ class Baton:
     def revive(self, rank: int, after_s: float) -> None:
         """Restart a killed ``rank`` after ``after_s``; its own thread calls this."""
         state = self.ranks[rank]
-        state.interrupt = state.wait = state.then = None
-        state.held_wake, state.frozen_since_s, state.left_s = False, None, None
+        state.interrupt = state.wait = state.on_computed = None
+        state.held_wake, state.frozen_since_s, state.remaining_s = False, None, None
         state.turn += 1
         self.sleep(rank, after_s)
 
@@ -263,7 +263,7 @@ class Baton:
         except BaseException as error:
             self.abort(error)
         self.ranks[rank].ended = True
-        self._left -= 1
+        self._running -= 1
         self._hand_on()
 
     def _compute(self, rank: int, state: RankState, seconds: float) -> None:
@@ -282,7 +282,7 @@ class Baton:
             self._locks[due].release()
             self._locks[rank].acquire()
         state.turn += 1
-        state.then = None
+        state.on_computed = None
         if state.interrupt is not None:
             self.check(rank)
 
@@ -292,7 +292,7 @@ class Baton:
 
     def _next(self) -> int | None:
         """Run events until a rank is due, and return it; None when every rank has ended."""
-        while self._left:
+        while self._running:
             next_s = self.calendar.next_time_s()
             if next_s is None and not (self.stalled and self._alarm_s is not None):
                 self.abort(self._deadlock())
@@ -303,9 +303,9 @@ class Baton:
                 if callback is not None:
                     self._call(callback)
                 elif self._is_due(state := self.ranks[rank], turn):
-                    if state.then is None:
+                    if state.on_computed is None:
                         return rank
-                    act, state.then, state.computing_until_s = state.then, None, None
+                    act, state.on_computed, state.computing_until_s = state.on_computed, None, None
                     self._call(act)
         return None
 

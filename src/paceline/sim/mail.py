@@ -173,8 +173,8 @@ class SimulatedMail(Mail):
         return None if seen is None else self._copy_here(src, seen, like)
 
     def _window(self, src: int) -> Published | None:
-        here = src not in self._world.departed and src not in self._world.joining
-        return self._world.windows.get((src, PUBLISHED)) if here else None
+        is_member = src not in self._world.departed and src not in self._world.joining
+        return self._world.windows.get((src, PUBLISHED)) if is_member else None
 
     def _fetch(self, src: int, latency_s: float) -> Published | None:
         """Let the owed time pass, request the window and wait for it, blocked only once."""

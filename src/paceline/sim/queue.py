@@ -20,10 +20,10 @@ class SimulatedQueue(DataQueue):
             return None
         if state[0] < epoch:
             state[:] = [epoch, 0]
-        again = next((b for b in world.returned if b[:2] == (queue, epoch)), None)
-        if again is not None:
-            world.returned.remove(again)
-            number = again[2]
+        returned = next((b for b in world.returned if b[:2] == (queue, epoch)), None)
+        if returned is not None:
+            world.returned.remove(returned)
+            number = returned[2]
         else:
             number = state[1]
             state[1] += 1

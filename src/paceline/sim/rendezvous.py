@@ -44,14 +44,14 @@ class SimulatedRendezvous(Rendezvous):
         world = self._world
         if world.given_up >= number:
             return False
-        here = world.present_at.setdefault(number, set())
-        here.add(self._rank)
-        if here.issuperset(members):
-            for rank in sorted(here):
+        arrived = world.present_at.setdefault(number, set())
+        arrived.add(self._rank)
+        if arrived.issuperset(members):
+            for rank in sorted(arrived):
                 world.end_wait(rank)
             self._own.wait(_OP, members, lambda: None, patient=True)
             return True
-        while not here.issuperset(members):
+        while not arrived.issuperset(members):
             gone = any(
                 rank in world.departed or self._members.incarnation(rank) != incarnation
                 for rank, incarnation in enumerate(incarnations)

@@ -80,8 +80,8 @@ class Replay:
             raise UsageError(f"{trace} is not the trace of a run: {error}") from None
         for rank in incomplete:
             raise UsageError(
-                f"{trace} lacks the last moments of rank {rank}, which was killed: others had more"
-                " of it than it has written down, so the run cannot be replayed"
+                f"{trace} lacks the last moments of rank {rank}, which was killed: others received"
+                " more from it than it recorded, so the run cannot be replayed"
             )
 
     def _is_incomplete(self, rank: int) -> bool:
@@ -323,8 +323,8 @@ class ReplayedMembers(TracedMembers):
         if due is None:
             return super().final_roster()
         missed = self._ends.missed(due["members"])
-        here = (rank for rank in range(self._size) if rank not in missed)
-        return tuple((rank, self.incarnation(rank)) for rank in here)
+        roster = (rank for rank in range(self._size) if rank not in missed)
+        return tuple((rank, self.incarnation(rank)) for rank in roster)
 
     def alive(self) -> tuple[int, ...]:
         due = self._script.next_if(event="alive", look=self._recorder.looks + 1)

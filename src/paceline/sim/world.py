@@ -57,7 +57,7 @@ class World:
         homes: for each rank, the rank whose node it shares.
         losses: whether a loss ends the run, and which ranks restart; without it, the others
             continue.
-        on_event: called with each event in the life of a rank (lost, stopped, slowed).
+        on_event: called when a rank is lost, stopped or slowed.
         start_s: the time at which the clock starts.
 
     Attributes:
@@ -304,7 +304,7 @@ class World:
             self.calendar.call(self.calendar.now_s, lambda: self.baton.abort(lost))
 
     def report(self, event: str, rank: int, **facts: Any) -> None:
-        """Report an event in the life of a rank to ``on_event``."""
+        """Report an event of ``rank`` to ``on_event``."""
         if self._on_event is not None:
             t = self.calendar.now_s
             self._on_event({"t": t, "event": event, "rank": rank, **facts})
