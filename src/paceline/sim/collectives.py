@@ -75,7 +75,7 @@ class Collective:
             self._combine()
 
     def lost(self, rank: int) -> PeerLost | None:
-        """The error to raise in ``rank``, which waits, if a member is gone before the start."""
+        """The error for ``rank``, which has arrived, if a member is gone before all have."""
         if rank not in self.inputs or self._combined:
             return None
         gone = self._gone()

@@ -56,7 +56,7 @@ class SimulatedRank:
     def compute(self, seconds: float) -> None:
         """Add computing time to the owed time."""
         self.owed_s += seconds
-        if self.world.shares_cores:  # the others decide how long it takes
+        if self.world.shares_cores:  # how long it takes depends on the other ranks of the node
             self.pass_time()
 
     def charge(self, work: Link, nbytes: int) -> None:

@@ -6,7 +6,7 @@ In a replay the next recorded event of a rank decides instead of chance, and eve
 must equal the recorded one, except for its duration.
 
 The replay kills a worker that was lost in the recorded run where its record ends, once the others
-have received all that they received from it then.
+have had all their recorded events with it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Ends:
                 self._waiting[peer].world.end_wait(peer)
 
     def end_rank(self, ports: SimulatedPorts) -> None:
-        """Kill a rank, once the others have received all that they received from it."""
+        """Kill a rank, once the others have had all their recorded events with it."""
         own = ports.own
         if self._needed[own.rank]:
             self._waiting[own.rank] = own

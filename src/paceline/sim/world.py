@@ -275,7 +275,7 @@ class World:
             self.baton.interrupt(rank, LeftBehind())
 
     def end(self, rank: int) -> None:
-        """Kill ``rank`` if it was left behind and has not rejoined."""
+        """Kill ``rank`` if it was left behind: it must not rejoin once others work without it."""
         if rank in self.behind:
             self.behind.discard(rank)
             self.baton.interrupt(rank, Killed())
