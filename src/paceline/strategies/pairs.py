@@ -105,8 +105,8 @@ class PairStrategy(Strategy):
         Nor those that have come to the end of their data: they answer nobody, and their models
         grow old.
         """
-        running, retired = self._running(), self.comm.finished() - {self.comm.rank}
-        return [rank for rank in running if rank not in retired] if retired else running
+        running, finished = self._running(), self.comm.finished() - {self.comm.rank}
+        return [rank for rank in running if rank not in finished] if finished else running
 
     def _running(self) -> Sequence[int]:
         """The live workers, less those that are stopped; this one is always among them."""
