@@ -15,6 +15,9 @@ from paceline.comm.shared.memory import lies_with
 from paceline.comm.shared.rank import SharedRank
 from paceline.errors import MessageMismatch
 
+MAX_HEADER_BYTES = 1 << 24
+"""The largest header that a rank reads, whatever a peer claims."""
+
 
 class Windows:
     """The windows of all ranks; each rank writes its own."""
@@ -76,8 +79,8 @@ class Windows:
 
 def check_range(src: int, offset: int, nbytes: int, header_bytes: int) -> None:
     """Refuse what does not lie where ``src`` may write, before it is looked at."""
-    inside = nbytes >= 0 and header_bytes >= 0 and lies_with(src + 1, offset, nbytes + header_bytes)
-    if not inside:
+    sane = nbytes >= 0 and 0 <= header_bytes <= MAX_HEADER_BYTES
+    if not sane or not lies_with(src + 1, offset, nbytes + header_bytes):
         raise MessageMismatch(
             f"{nbytes} bytes and a header of {header_bytes} of rank {src} at {offset}: not its own"
             " memory"
