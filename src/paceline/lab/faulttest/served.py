@@ -108,7 +108,7 @@ class Pushes(Observer):
         if strategy.uses_gradient and g.usable:
             decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
             self._add_update(who, g.vector + decay * x)
-        elif not strategy.uses_gradient and who not in self._updates:
+        elif not strategy.uses_gradient and g.usable and who not in self._updates:
             self._add_update(who, x - strategy.origin)  # the user may have moved x before step one
         inner(x, g)
 
