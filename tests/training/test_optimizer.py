@@ -186,8 +186,8 @@ def test_a_step_of_the_original_optimizer_is_refused_at_once(strategy, workers, 
         scaler.scale(net(torch.ones(1, 2)).sum()).backward()
         scaler.step(inner)
 
-    message = r"use the one that it returned: model, optimizer = worker.setup\(model, optimizer\)"
-    with pytest.raises(pl.UsageError, match=message):
+    returned = r"the one that it returned: model, optimizer = worker.setup\(model, optimizer\)"
+    with pytest.raises(pl.UsageError, match=returned):
         on_two_workers(body, strategy, workers)
 
 
