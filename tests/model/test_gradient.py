@@ -31,9 +31,9 @@ def test_what_a_gradient_counts_for(g, usable, weight, ordinary):
 
 def test_nobody_changes_a_gradient():
     with pytest.raises(FrozenInstanceError):
-        WHOLE.dropped = True  # type: ignore[misc]
+        WHOLE.dropped = True
 
 
 def test_a_vector_that_was_not_gathered_cannot_be_read():
     with pytest.raises(UsageError, match=r"g\.vector must not be read where uses_gradient is Fal"):
-        Gradient().vector  # noqa: B018
+        _ = Gradient().vector

@@ -6,13 +6,14 @@ events is run on the simulator, where the order is known, and compared with a di
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cyclic import cyclic_with
 from support.training import Problem, beat, flat, gradient_at
 from test_equalities import (
     assert_close,
@@ -32,7 +33,6 @@ from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import learning_rate
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.strategies import make_strategy
-from paceline.strategies.cyclic import Cyclic, MoveServer, TurnServer
 from paceline.strategies.server import GradientServer
 
 crowds = st.integers(2, 5)
@@ -472,18 +472,7 @@ class WatchedServer:
         super().on_request(worker, request, vector)
 
 
-class WatchedMoveServer(WatchedServer, MoveServer):
-    pass
-
-
-class WatchedTurnServer(WatchedServer, TurnServer):
-    pass
-
-
-@dataclass(kw_only=True)
-class WatchedCyclic(Cyclic):
-    def make_server(self):
-        return WatchedMoveServer(self) if self.moves else WatchedTurnServer(self)
+WatchedCyclic = cyclic_with(WatchedServer)
 
 
 def moved_in_turn(problem, workers, lr, momentum):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
+from support.cyclic import cyclic_with
 from support.devices import Elsewhere
 from support.training import beat, flat
 from torch import nn
@@ -22,7 +22,6 @@ from paceline.model.hyperparameters import read_hyperparameters
 from paceline.model.replica import Replica
 from paceline.record.trace import read
 from paceline.sim.cluster import Cluster, Compute, Link
-from paceline.strategies.cyclic import Cyclic, MoveServer, TurnServer
 from paceline.strategies.toolbox.shard_optimizer import ShardOptimizer
 
 GOES_ON = [
@@ -363,18 +362,7 @@ class WatchedServer:
             REFUSED.append(worker)
 
 
-class WatchedMoveServer(WatchedServer, MoveServer):
-    pass
-
-
-class WatchedTurnServer(WatchedServer, TurnServer):
-    pass
-
-
-@dataclass(kw_only=True)
-class WatchedCyclic(Cyclic):
-    def make_server(self):
-        return WatchedMoveServer(self) if self.moves else WatchedTurnServer(self)
+WatchedCyclic = cyclic_with(WatchedServer)
 
 
 @pytest.mark.parametrize("form", ["move", "gradient"])
