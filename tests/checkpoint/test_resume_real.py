@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import support
 from support import runs
-from support.resuming import HOW, SAMPLES, WAITS, launch, train, train_until_all_are_here
+from support.resuming import HOW, SAMPLES, UNTIL, launch, train, train_until
 from support.worlds import on_shared_memory
 
 import paceline as pl
@@ -184,10 +184,11 @@ def test_checkpoints_need_shared_memory(tmp_path):
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "cyclic"])
 def test_a_run_that_lost_a_worker_continues_to_make_checkpoints(strategy, tmp_path, monkeypatch):
     how = {"strategy": strategy, "out": tmp_path, **HOW}
-    first = pl.launch(train_until_all_are_here, faults=[pl.kill(rank=0).at(step=5)], **how)
+    monkeypatch.setenv(UNTIL, str(tmp_path / "checkpoints"))
+    first = pl.launch(train_until, faults=[pl.kill(rank=0).at(step=5)], **how)
     saved = Store(tmp_path / "checkpoints").newest()
     assert first.lost_workers == 1 and first.checkpoint == saved.step
     assert 0 not in saved.ranks and {1, 2} <= set(saved.ranks)
-    monkeypatch.setenv(WAITS, "1")
-    again = pl.launch(train_until_all_are_here, resume=True, **how)
+    monkeypatch.setenv(UNTIL, "all are here")
+    again = pl.launch(train_until, resume=True, **how)
     assert again.resumed_at == saved.step and again.joined_workers == 1

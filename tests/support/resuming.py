@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,13 +109,13 @@ HOW: dict[str, Any] = {"workers": 3, "seed": 2, "checkpoint_steps": 3}
 """The options of real runs that are killed."""
 
 
-def train_until_all_are_here(worker: pl.Worker) -> None:
-    """Train for some epochs; if the environment asks for it, until no worker is missing."""
+def train_until(worker: pl.Worker) -> None:
+    """Train for some epochs, and until what the environment asks for has happened."""
     net = network()
     net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
     loader = worker.setup_dataloaders(DataLoader(pairs(), batch_size=3, shuffle=True))
-    epoch, waits = 0, WAITS in os.environ
-    while epoch < 4 or (waits and worker.size > len(worker.strategy.live_workers())):
+    epoch = 0
+    while epoch < 4 or not _has_happened(worker, os.environ[UNTIL]):
         for x, y in loader:
             sgd.zero_grad()
             F.cross_entropy(net(x), y).backward()
@@ -123,7 +124,16 @@ def train_until_all_are_here(worker: pl.Worker) -> None:
     worker.finish()
 
 
-WAITS = "PACELINE_TEST_WAITS"
+UNTIL = "PACELINE_TEST_UNTIL"
+
+
+def _has_happened(worker: pl.Worker, what: str) -> bool:
+    """Whether all workers are here, or the newest checkpoint in a folder is one without rank 0."""
+    if what == "all are here":
+        return worker.size == len(worker.strategy.live_workers())
+    latest = Path(what, "latest")
+    newest = Path(what, latest.read_text().strip()) if latest.exists() else None
+    return newest is not None and newest.is_dir() and not list(newest.glob("rank0.*"))
 
 
 def launch(strategy: str, out: str, resume: bool) -> pl.Result:
