@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.comm import liveness
+from paceline.comm.torch_distributed import peers
 from support.runs import free_port, set_up, step
 
 RANKS, STEPS, WAIT_S = 3, 60, 90.0
@@ -34,7 +34,7 @@ def play(scenario: Mapping[str, Any], rank: int, port: int, log: Path) -> None:
     os.dup2(fd, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port)}
     if scenario.get("hosts"):
-        liveness._host = lambda: f"host{rank}"
+        peers._host = lambda: f"host{rank}"
     strike(scenario, rank, "before")
     init_process_group = dist.init_process_group
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES
 from paceline.comm.limits import Limits
-from paceline.comm.liveness import Peers, Watch
+from paceline.comm.liveness import Watch
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.comm.torch_distributed.mail import DistributedMail
+from paceline.comm.torch_distributed.peers import Peers
 from paceline.errors import MessageMismatch
 
 _ALL_REDUCE, _BROADCAST = "all_reduce", "broadcast"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from paceline.comm.launchers import Launched
 from paceline.comm.limits import Limits
-from paceline.comm.liveness import Peers
 from paceline.comm.torch_distributed.collectives import forever
+from paceline.comm.torch_distributed.peers import Peers
 from paceline.comm.torch_distributed.world import PREFIX, DistributedPorts
 from paceline.errors import NotLaunched, PeerLost
 

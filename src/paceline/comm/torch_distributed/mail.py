@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.limits import Limits
-from paceline.comm.liveness import Peers, Watch
+from paceline.comm.liveness import Watch
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
     PUBLISHED,
@@ -34,6 +34,7 @@ from paceline.comm.ports import (
     Sending,
     check_fit,
 )
+from paceline.comm.torch_distributed.peers import Peers
 
 _ANNOUNCED_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
 _TICK_S = 0.1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from paceline.comm.liveness import Peers
 from paceline.comm.ports import DataQueue
 from paceline.comm.torch_distributed.mail import DistributedMail
+from paceline.comm.torch_distributed.peers import Peers
 
 
 class DistributedQueue(DataQueue):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from paceline.comm.clock import RealClock
 from paceline.comm.fixed import FixedMembers
 from paceline.comm.limits import Limits
-from paceline.comm.liveness import Peers
 from paceline.comm.ports import Ports
 from paceline.comm.torch_distributed.collectives import DistributedCollectives
 from paceline.comm.torch_distributed.mail import DistributedMail
+from paceline.comm.torch_distributed.peers import Peers
 from paceline.comm.torch_distributed.queue import DistributedQueue
 from paceline.errors import PeerLost
 
