@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.cli.compare import split_specs
-from paceline.launcher.supervisor import TRANSPORTS
+from paceline.launcher.transports import TRANSPORTS
 from paceline.strategies import make_strategy, strategy_names
 
 SEED, EPOCHS, BATCH = 3, 16, 16

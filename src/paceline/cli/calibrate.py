@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import MODELS
 from paceline.launcher.capacity import check_real_workers
 from paceline.launcher.fork_client import ForkServer
-from paceline.launcher.supervisor import TRANSPORTS
+from paceline.launcher.transports import TRANSPORTS
 from paceline.strategies import make_strategy
 
 if TYPE_CHECKING:

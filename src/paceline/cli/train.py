@@ -17,7 +17,7 @@ from paceline.common.reading import refuse_malformed
 from paceline.errors import PacelineError, UsageError
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 from paceline.launcher.fork_client import ForkServer
-from paceline.launcher.supervisor import TRANSPORTS
+from paceline.launcher.transports import TRANSPORTS
 from paceline.record.folder import MODEL, RecordedRun, largest_difference
 from paceline.strategies import strategy_name
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.launchers import Launched, launched
+from paceline.comm.launchers import launched
 from paceline.comm.limits import Limits
 from paceline.comm.metered import MeteredPorts
-from paceline.comm.ports import Ports
 from paceline.common.reference import refer_or_name
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import (
@@ -28,6 +27,7 @@ from paceline.errors import (
 )
 from paceline.launcher.rank import note_origin
 from paceline.launcher.spec import InitSpec, Train, takes
+from paceline.launcher.transports import connect_under_launcher
 from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
 from paceline.strategies import strategy_name, strategy_spec
@@ -52,15 +52,10 @@ def init(spec: InitSpec) -> Iterator[Worker]:
     Raises:
         NotSaved: the model could not be written to ``out``.
     """
-    with _exit_when_lost(), _folder_of_rank_0(spec), _joined(spec) as session:
-        yield Worker(session)
-
-
-@contextmanager
-def _folder_of_rank_0(spec: InitSpec) -> Iterator[None]:
-    """Lock the folder on rank 0; the other ranks do not start without rank 0."""
-    with claim(spec.out if launched().rank == 0 else None):
-        yield
+    with _exit_when_lost():
+        claimed = spec.out if launched().rank == 0 else None  # no other rank starts without rank 0
+        with claim(claimed), _joined(spec) as session:
+            yield Worker(session)
 
 
 @contextmanager
@@ -81,7 +76,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         check_out(spec.out)
     process = launched()
     try:
-        ports = _connect(process, spec.limits or Limits(), spec.rank_order)
+        ports = connect_under_launcher(process, spec.limits or Limits(), spec.rank_order)
     except RunLost as end:
         raise end.loss from None
     workers = workers_in(spec.method, ports.size) if ports.size > 1 else 1
@@ -186,16 +181,3 @@ class _ToFiles(Listener):
 
     def event(self, record: Metric) -> None:
         print_event(record)
-
-
-def _connect(process: Launched, limits: Limits, rank_order: bool) -> Ports:
-    from paceline.comm.solo import solo_ports
-    from paceline.comm.torch_distributed.connect import connect_launched
-
-    if process.size == 1:
-        return solo_ports()
-
-    def report(loss: PeerLost) -> None:
-        print(f"paceline: {loss}, on rank {process.rank}", file=sys.stderr, flush=True)
-
-    return connect_launched(process, limits, rank_order=rank_order, tell=report)

@@ -21,10 +21,8 @@ from paceline.launcher.rank import run_rank
 from paceline.launcher.rank_process import Channel, Message, refuse_in_rank
 from paceline.launcher.signals import ASK, Stop
 from paceline.launcher.spec import LaunchSpec, OnDevice, takes
-from paceline.launcher.supervisor import (
-    run_ranks,
-    threads_per_rank,
-)
+from paceline.launcher.supervisor import run_ranks, threads_per_rank
+from paceline.launcher.transports import TRANSPORTS
 from paceline.record.folder import RankFiles, claim
 from paceline.record.result import Metric, Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
@@ -76,7 +74,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 transport=spec.transport,
                 limits=spec.limits,
                 on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
-                policy=policy if spec.shares_memory else None,
+                policy=policy if TRANSPORTS[spec.transport].survives_losses else None,
                 faults=[*spec.faults, *checkpoints.late_joiners],
                 folder=spec.folder,
                 stop=stop,
@@ -108,7 +106,7 @@ def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
         "arguments": plain_json("arguments", dict(spec.arguments or {})),
         "out": None if spec.out is None else str(spec.out),
         "trace": spec.trace,
-        "elastic": policy.goes_on and spec.shares_memory,
+        "elastic": policy.goes_on and TRANSPORTS[spec.transport].survives_losses,
         "faults": [asdict(fault) for fault in spec.faults],
     }
 

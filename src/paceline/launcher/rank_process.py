@@ -13,11 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.comm.limits import Limits
 from paceline.common.reference import find
 from paceline.errors import (
     CommTimeout,
@@ -29,12 +28,9 @@ from paceline.errors import (
     user_traceback,
 )
 from paceline.launcher.signals import ASK
-
-if TYPE_CHECKING:
-    from paceline.comm.ports import Ports
+from paceline.launcher.transports import TRANSPORTS
 
 Message = dict[str, Any]
-
 
 in_rank = False
 """Whether this process is a rank; a rank cannot launch another run."""
@@ -96,7 +92,8 @@ def rank_main(config: Message, fds: list[int]) -> int:
         import torch
 
         torch.set_num_threads(config["threads"])
-        ports = _connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
+        connect = TRANSPORTS[config["transport"]].connect
+        ports = connect(config, fds[1], lambda loss: channel.send(_describe(loss)))
         channel.send({"kind": "entered"})
         if ports.members.late and not config["seen"] and config["rank"] not in config["late"]:
             return 1  # an earlier process took this rank and was lost before it could report that
@@ -110,19 +107,6 @@ def rank_main(config: Message, fds: list[int]) -> int:
         error = error.loss if isinstance(error, RunLost) else error
         channel.send(_describe(error))
         return getattr(error, "exit_code", 1)
-
-
-def _connect(config: Message, fd: int, report: Callable[[PeerLost], None]) -> Ports:
-    rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
-    if config["transport"] == "shared_memory":
-        from paceline.comm.shared.world import SharedPorts
-
-        started_s, late, elastic = config["started_s"], config["late"], config["elastic"]
-        workers = config["workers"]
-        return SharedPorts(fd, rank, size, limits, started_s, late, elastic, workers)
-    from paceline.comm.torch_distributed.connect import connect_on_loopback
-
-    return connect_on_loopback(fd, config["port"], rank, size, limits, config["started_s"], report)
 
 
 def _describe(error: BaseException) -> Message:

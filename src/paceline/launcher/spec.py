@@ -23,7 +23,7 @@ from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 from paceline.launcher.checkpoints import CheckpointCoordinator
-from paceline.launcher.supervisor import TRANSPORTS
+from paceline.launcher.transports import TRANSPORTS
 from paceline.record.result import OnMetric
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sim.models import as_model as stand_for
@@ -175,15 +175,10 @@ class LaunchSpec(Started, OnDevice):
         self.check_faults(self.faults, Cluster())
         plain_json("arguments", dict(self.arguments or {}))
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ranks communicate through shared memory; only then can a run survive a loss."""
-        return self.transport == "shared_memory"
-
     def _check_losses(self) -> None:
         """Refuse restarts and faults that this transport does not support, and faults of links."""
         wanted = self.policy().max_restarts or self.on_loss == "continue" or self.faults
-        if wanted and not self.shares_memory:
+        if wanted and not TRANSPORTS[self.transport].survives_losses:
             raise UsageError(
                 f"transport ({self.transport}) must be shared_memory to continue without a lost"
                 " rank, to restart one, or to inject faults"
@@ -194,7 +189,7 @@ class LaunchSpec(Started, OnDevice):
 
     def checkpoints(self) -> CheckpointCoordinator:
         coordinator = super().checkpoints()
-        if coordinator.on and not self.shares_memory:
+        if coordinator.on and not TRANSPORTS[self.transport].makes_checkpoints:
             raise UsageError(f"transport ({self.transport}) must be shared_memory for checkpoints")
         return coordinator
 

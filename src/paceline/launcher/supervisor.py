@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from paceline.comm.limits import Limits
 from paceline.comm.liveness import Processes, Watch, exit_code, goes_on, is_gone
 from paceline.comm.membership import MOST_SUCCESSORS, MembershipPolicy
 from paceline.common.faults import Fault, rank_of
+from paceline.common.options import one_of
 from paceline.common.reference import Reference
 from paceline.errors import (
     CommTimeout,
@@ -31,8 +31,8 @@ from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.rank_process import Message, refuse_in_rank
 from paceline.launcher.signals import Stop
+from paceline.launcher.transports import TRANSPORTS
 
-TRANSPORTS = ("shared_memory", "distributed")
 GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
 NOTICE_S = 0.5
@@ -68,10 +68,28 @@ class Rank:
     seen: bool = False
     starts: int = 0
 
-    def begin(self, pid: int, pipe: int) -> None:
+    def begin(self, pid: int) -> None:
         """Note that a process was started for this rank."""
-        self.pid, self.pipe, self.unread, self.code = pid, pipe, b"", None
+        self.pid, self.unread, self.code = pid, b"", None
         self.entered, self.starts = False, self.starts + 1
+
+    def messages(self) -> Iterator[Message]:
+        """Read the messages that it has sent so far, without waiting."""
+        while self.pipe >= 0:
+            try:
+                data = os.read(self.pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.close_pipe()
+            *lines, self.unread = (self.unread + data).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def close_pipe(self) -> None:
+        """Close the pipe of its process, if it is open."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
 
     @property
     def running(self) -> bool:
@@ -101,7 +119,7 @@ def run_ranks(
     *,
     transport: str = "shared_memory",
     limits: Limits | None = None,
-    on_message: OnMessage | None = None,
+    on_message: OnMessage = lambda rank, message: None,
     policy: MembershipPolicy | None = None,
     faults: Sequence[Fault] = (),
     folder: Path | None = None,
@@ -115,15 +133,17 @@ def run_ranks(
     lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
     socket that accepts requests to add a worker. The run's clock starts at ``start_s``.
     """
-    size = len(arguments)
+    size, limits = len(arguments), limits or Limits()
+    policy = policy or MembershipPolicy(True, size, "stop", 0)
     refuse_in_rank()
-    with ForkServer.borrow() as fork_server, _shared_resource(transport, size) as (address, fds):
+    one_of("transport", transport, TRANSPORTS)
+    with ForkServer.borrow() as fork_server, TRANSPORTS[transport].open(size) as fd:
         late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
-            **address,
+            "transport": transport,
             "size": size,
             "program": program,
-            "limits": asdict(limits or Limits()),
+            "limits": asdict(limits),
             "started_s": time.monotonic() - start_s,
             "threads": threads_per_rank(size),
             "environment": dict(os.environ),
@@ -131,41 +151,21 @@ def run_ranks(
             "argv": sys.argv,
             "path": sys.path,
             "late": late,
-            "elastic": policy is not None and policy.goes_on,
-            "workers": size if policy is None else policy.workers,
+            "elastic": policy.goes_on,
+            "workers": policy.workers,
         }
         supervisor = Supervisor(
-            fork_server, common, arguments, fds, limits or Limits(), on_message, policy, stop
+            fork_server, common, arguments, fd, limits, on_message, policy, stop or Stop(False)
         )
         try:
             supervisor.start_all(faults)
-            if folder is not None and policy is not None and policy.goes_on:
+            if folder is not None and policy.goes_on:
                 supervisor.open_join_socket(folder)
             supervisor.supervise()
         finally:
             supervisor.end()
     supervisor.raise_failure()
     return [rank.value for rank in supervisor.ranks]
-
-
-@contextmanager
-def _shared_resource(transport: str, size: int) -> Iterator[tuple[Message, list[int]]]:
-    """How ranks find each other: anonymous shared memory, or a socket on the loopback."""
-    if transport == "shared_memory":
-        from paceline.comm.shared.memory import Arena
-
-        if sys.platform != "linux":
-            raise UsageError('transport (shared_memory) needs Linux; use transport="distributed"')
-        fd = Arena.create(size)
-        try:
-            yield {"transport": transport}, [fd]
-        finally:
-            os.close(fd)
-    elif transport == "distributed":
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            yield {"transport": transport, "port": listener.getsockname()[1]}, [listener.fileno()]
-    else:
-        raise UsageError(f"transport ({transport}) must be one of {', '.join(TRANSPORTS)}")
 
 
 def threads_per_rank(size: int) -> int:
@@ -183,20 +183,15 @@ class Supervisor:
         fork_server: ForkServer,
         common: Message,
         arguments: Sequence[Mapping[str, Any]],
-        fds: Sequence[int],
+        fd: int,
         limits: Limits,
-        on_message: OnMessage | None,
-        policy: MembershipPolicy | None,
-        stop: Stop | None = None,
+        on_message: OnMessage,
+        policy: MembershipPolicy,
+        stop: Stop,
     ) -> None:
-        self._stop = stop
         self.ranks = [Rank(number) for number in range(len(arguments))]
-        self._fork_server, self._common, self._arguments, self._fds = (
-            fork_server,
-            common,
-            arguments,
-            fds,
-        )
+        self._fork_server, self._fd, self._stop = fork_server, fd, stop
+        self._common, self._arguments = common, arguments
         self._on_message, self._policy, self._limits = on_message, policy, limits
         # Peers report a stopped rank first, because they know in which operation it is missing.
         patience = replace(limits, dead_s=limits.dead_s + GRACE_S)
@@ -204,7 +199,6 @@ class Supervisor:
             lambda number: self.ranks[number].pid, patience, self._some_continue
         )
         self._pause: Watch | None = None
-        self._by_pipe: dict[int, Rank] = {}
         self._join_socket: JoinSocket | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
@@ -228,7 +222,7 @@ class Supervisor:
 
     def _add_worker(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Handle a request: start a new process for a worker that was lost."""
-        if request.get("ask") != "join" or self._policy is None:
+        if request.get("ask") != "join":
             return {"error": "the only request is to join"}
         if not self._policy.accepts_joiners:
             return {"error": "a synchronous method cannot take late joiners"}
@@ -265,16 +259,15 @@ class Supervisor:
         self._due.append((self._common["started_s"] + seconds, act))
 
     def _start(self, rank: Rank) -> None:
-        if rank.pipe >= 0:
-            os.close(rank.pipe)
-        reader, writer = os.pipe()
-        argument = dict(self._arguments[rank.number])
-        config = {**self._common, "rank": rank.number, "argument": argument, "seen": rank.seen}
-        pid = self._fork_server.start(config, [writer, *self._fds], self._limits)
-        os.close(writer)
-        os.set_blocking(reader, False)
-        rank.begin(pid, reader)
-        self._by_pipe[reader] = rank
+        config = {**self._common, "rank": rank.number, "seen": rank.seen}
+        config["argument"] = dict(self._arguments[rank.number])
+        rank.close_pipe()
+        rank.pipe, writer = os.pipe()
+        os.set_blocking(rank.pipe, False)
+        try:
+            rank.begin(self._fork_server.start(config, [writer, self._fd], self._limits))
+        finally:
+            os.close(writer)
 
     def _inject(self, fault: Fault) -> None:
         rank = self.ranks[rank_of(fault)]
@@ -297,8 +290,7 @@ class Supervisor:
         failed_s: float | None = None
         while any(rank.running for rank in self.ranks):
             self._receive_all()
-            if self._stop is not None:
-                self._stop.act(self.ranks)
+            self._stop.act(self.ranks)
             now_s = time.monotonic()
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
                 self._due.remove((due_s, act))
@@ -310,7 +302,7 @@ class Supervisor:
             if failed_s is not None:
                 self._due.clear()
                 self._end_all(now_s - failed_s)
-            elif self._survives_losses and any(worker.returned for worker in self._workers()):
+            elif self._policy.goes_on and any(worker.returned for worker in self._workers()):
                 self._end_rest()
             else:
                 self._wait_for_stopped()
@@ -318,16 +310,17 @@ class Supervisor:
     def _receive_all(self) -> None:
         fork_server = self._fork_server
         door = [] if self._join_socket is None else [self._join_socket.fileno()]
-        ready = readable([fork_server.socket.fileno(), *door, *self._by_pipe])
+        pipes = [rank.pipe for rank in self.ranks if rank.pipe >= 0]
+        ready = readable([fork_server.socket.fileno(), *door, *pipes])
         if fork_server.socket.fileno() in ready:
             fork_server.receive()
         if self._join_socket is not None and self._join_socket.fileno() in ready:
             self._join_socket.answer(self._add_worker)
         for rank in self.ranks:
             if rank.pipe in ready:
-                _receive(rank, self._by_pipe, self._handle)
+                self._receive(rank)
             if rank.running and (code := self._code_of(rank)) is not None:
-                _receive(rank, self._by_pipe, self._handle)
+                self._receive(rank)
                 rank.code = code
                 self._has_ended(rank)
             elif rank.running and not (rank.entered and self._may_return(rank)):
@@ -348,40 +341,42 @@ class Supervisor:
             return 1  # the fork server collected the exit code and was stopped before reporting it
         return exit_code(rank.pid)
 
-    def _handle(self, rank: int, message: Message) -> None:
-        if message["kind"] == "thaw":  # a rank that stops itself asks to be continued later
-            seconds = time.monotonic() - self._common["started_s"] + message["for_s"]
-            self._later(seconds, partial(self.ranks[rank].send_signal, signal.SIGCONT))
-        elif message["kind"] == "entered":
-            self.ranks[rank].entered = self.ranks[rank].seen = True
-        elif message["kind"] == "ready":
-            self._unready.discard(rank)
-        elif self._on_message is not None:
-            self._on_message(rank, message)
+    def _receive(self, rank: Rank) -> None:
+        """Handle all messages that a rank has sent so far, without waiting."""
+        for message in rank.messages():
+            self._handle(rank, message)
 
-    @property
-    def _survives_losses(self) -> bool:
-        return self._policy is not None and self._policy.goes_on
+    def _handle(self, rank: Rank, message: Message) -> None:
+        match message["kind"]:
+            case "value":
+                rank.value, rank.returned = message["value"], True
+            case "error":
+                rank.error = message
+            case "thaw":  # a rank that stops itself asks to be continued later
+                seconds = time.monotonic() - self._common["started_s"] + message["for_s"]
+                self._later(seconds, partial(rank.send_signal, signal.SIGCONT))
+            case "entered":
+                rank.entered = rank.seen = True
+            case "ready":
+                self._unready.discard(rank.number)
+            case _:
+                self._on_message(rank.number, message)
 
     def _may_return(self, rank: Rank) -> bool:
         """Whether ``rank`` may rejoin after it was left behind."""
-        return (
-            self._survives_losses
-            and self._policy is not None
-            and self._policy.may_rejoin(rank.number)
-        )
+        return self._policy.goes_on and self._policy.may_rejoin(rank.number)
 
     def _end_if_stopped(self, rank: Rank) -> None:
         if reason := self._processes.why_stopped(rank.number):
             rank.reason = reason
-            if self._survives_losses:  # the others continue, and it may have a successor
+            if self._policy.goes_on:  # the others continue, and it may have a successor
                 rank.send_signal(signal.SIGKILL)
             else:
                 rank.end(signal.SIGKILL)
 
     def _has_ended(self, rank: Rank) -> None:
         """Report a loss that the run survives, and restart the rank if the policy allows it."""
-        if rank.returned or rank.error is not None or not self._survives_losses or rank.signalled:
+        if rank.returned or rank.error is not None or not self._policy.goes_on or rank.signalled:
             self._unready.discard(rank.number)
             return
         if not rank.entered and rank.starts <= MOST_SUCCESSORS:  # the others have not seen it yet
@@ -390,21 +385,20 @@ class Supervisor:
         self._unready.discard(rank.number)
         self._report("lost", rank, reason=_how_ended(rank.code))
         others = any(other.returned or other.running for other in self._workers())
-        if others and self._policy is not None and self._policy.restarts(rank.number):
+        if others and self._policy.restarts(rank.number):
             self._start_again(rank)
 
     def _report(self, event: str, rank: Rank, **facts: Any) -> None:
-        if self._on_message is not None:
-            t = time.monotonic() - self._common["started_s"]
-            record = {"t": t, "event": event, "rank": rank.number, **facts}
-            self._on_message(rank.number, {"kind": "event", "record": record})
+        t = time.monotonic() - self._common["started_s"]
+        record = {"t": t, "event": event, "rank": rank.number, **facts}
+        self._on_message(rank.number, {"kind": "event", "record": record})
 
     def _workers(self) -> list[Rank]:
-        return self.ranks if self._policy is None else self.ranks[: self._policy.workers]
+        return self.ranks[: self._policy.workers]
 
     def _is_failure(self, rank: Rank) -> bool:
         """Whether the failure of ``rank`` ends the run."""
-        if not self._survives_losses or rank.error is not None:
+        if not self._policy.goes_on or rank.error is not None:
             return rank.failed
         workers = self._workers()
         if rank not in workers:  # workers cannot continue without a server or communicator
@@ -462,36 +456,12 @@ class Supervisor:
                         rank.code = self._code_of(rank)
         finally:
             for rank in self.ranks:
-                if rank.pipe >= 0:
-                    os.close(rank.pipe)
+                rank.close_pipe()
 
     def raise_failure(self) -> None:
         """Raise the error that ended the run, if one did."""
         if any(self._is_failure(rank) for rank in self.ranks):
             _raise_failure(self.ranks)
-
-
-def _receive(rank: Rank, by_pipe: dict[int, Rank], on_message: OnMessage) -> None:
-    """Read and handle all messages that a rank has sent so far, without waiting."""
-    while rank.pipe in by_pipe:
-        try:
-            data = os.read(rank.pipe, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            del by_pipe[rank.pipe]
-        *lines, rank.unread = (rank.unread + data).split(b"\n")
-        for line in lines:
-            _handle(rank, json.loads(line), on_message)
-
-
-def _handle(rank: Rank, message: Message, on_message: OnMessage) -> None:
-    if message["kind"] == "value":
-        rank.value, rank.returned = message["value"], True
-    elif message["kind"] == "error":
-        rank.error = message
-    else:
-        on_message(rank.number, message)
 
 
 def _raise_failure(ranks: list[Rank]) -> None:

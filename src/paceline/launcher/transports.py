@@ -1,0 +1,107 @@
+"""The transports of real ranks: how a rank connects, and what a run can do over each of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.comm.limits import Limits
+from paceline.errors import PeerLost, UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.launchers import Launched
+    from paceline.comm.ports import Ports
+
+Config = dict[str, Any]
+Report = Callable[[PeerLost], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """How the ranks of one host communicate.
+
+    Args:
+        open: the launcher opens it for so many ranks; each rank inherits the descriptor.
+        connect: a rank connects with its configuration, that descriptor, and what reports a loss.
+        survives_losses: whether a run can continue without a lost rank, restart it, and inject
+            faults.
+        makes_checkpoints: whether ranks have a rendezvous for checkpoints.
+    """
+
+    open: Callable[[int], AbstractContextManager[int]]
+    connect: Callable[[Config, int, Report], Ports]
+    survives_losses: bool
+    makes_checkpoints: bool
+
+
+@contextmanager
+def _open_memory(size: int) -> Iterator[int]:
+    """Anonymous shared memory."""
+    from paceline.comm.shared.memory import Arena
+
+    if sys.platform != "linux":
+        raise UsageError('transport (shared_memory) needs Linux; use transport="distributed"')
+    fd = Arena.create(size)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _connect_memory(config: Config, fd: int, report: Report) -> Ports:
+    from paceline.comm.shared.world import SharedPorts
+
+    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    own = {name: config[name] for name in names}
+    return SharedPorts(fd, limits=Limits(**config["limits"]), **own)
+
+
+@contextmanager
+def _open_listener(size: int) -> Iterator[int]:
+    """A socket on the loopback, at which rank 0 serves torch's store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.fileno()
+
+
+def _connect_loopback(config: Config, fd: int, report: Report) -> Ports:
+    from paceline.comm.torch_distributed.connect import connect_on_loopback
+
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        port = listener.getsockname()[1]
+    rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
+    return connect_on_loopback(fd, port, rank, size, limits, config["started_s"], report)
+
+
+TRANSPORTS = {
+    "shared_memory": Transport(
+        open=_open_memory,
+        connect=_connect_memory,
+        survives_losses=True,
+        makes_checkpoints=True,
+    ),
+    "distributed": Transport(
+        open=_open_listener,
+        connect=_connect_loopback,
+        survives_losses=False,
+        makes_checkpoints=False,
+    ),
+}
+
+
+def connect_under_launcher(process: Launched, limits: Limits, rank_order: bool) -> Ports:
+    """Connect a process of another launcher; such a run survives no loss, has no checkpoints."""
+    from paceline.comm.solo import solo_ports
+    from paceline.comm.torch_distributed.connect import connect_launched
+
+    if process.size == 1:
+        return solo_ports()
+
+    def report(loss: PeerLost) -> None:
+        print(f"paceline: {loss}, on rank {process.rank}", file=sys.stderr, flush=True)
+
+    return connect_launched(process, limits, rank_order=rank_order, tell=report)
