@@ -1,12 +1,13 @@
 """What one rank does for checkpoints: it saves its state together with all others, and resumes it.
 
-All ranks stand still at a rendezvous while a checkpoint is made. The first worker decides when; in
-methods whose workers keep step, each worker also counts the steps by itself. A worker comes between
-two batches, when the body of its loop is through. The first worker then calls the servers and
-communicators. Nobody is in the middle of anything, so what each rank holds, with the messages that
-wait for it, is the whole state of the run. Each rank comes in the incarnation in which it was
-called; if one of these has ended, the rendezvous is given up. A rank that was not called, because
-it was lost or comes late, is not in the checkpoint: it joins the run that resumes from it.
+All ranks stand still at a rendezvous while a checkpoint is made. The first worker decides when
+(:class:`CallAgreement`); in methods whose workers keep step, each worker also counts the steps by
+itself (:class:`CountAgreement`). A worker comes between two batches, when the body of its loop is
+through. The first worker then calls the servers and communicators. Nobody is in the middle of
+anything, so what each rank holds, with the messages that wait for it, is the whole state of the
+run. Each rank comes in the incarnation in which it was called; if one of these has ended, the
+rendezvous is given up. A rank that was not called, because it was lost or comes late, is not in the
+checkpoint: it joins the run that resumes from it.
 
 A resumed run calls ``train`` from its top. Until the loop reaches the point of the checkpoint the
 worker only catches up: loaders return one batch of each completed epoch, and steps are skipped.
@@ -29,12 +30,11 @@ import torch
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
-from paceline.comm.ports import Call, Rendezvous
+from paceline.comm.ports import Call
 from paceline.common.format import size as in_words
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.place import Staleness
 from paceline.training.loader import Position
-from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from paceline.training.session import Session
@@ -63,6 +63,95 @@ class Plan:
     resume: str | None = None
 
 
+class CallAgreement:
+    """Agrees on checkpoints where workers do not keep step: each comes as soon as it is called.
+
+    Attributes:
+        rendezvous: where all ranks meet.
+        answered: the number of the last call that this rank has answered.
+    """
+
+    def __init__(self, plan: Plan, session: Session) -> None:
+        assert session.ports.rendezvous is not None  # the launcher refuses checkpoints elsewhere
+        self._plan, self._session, self._group = plan, session, session.ports.members
+        self._everyone = range(session.ports.size)
+        self.rendezvous = session.ports.rendezvous
+        self.answered = self.rendezvous.last_call().number  # a late joiner was not called
+
+    def is_regular(self, steps: int) -> bool:
+        """Whether one is due after each so many steps, and now."""
+        return self._plan.steps is not None and steps % self._plan.steps == 0
+
+    def call(self, steps: int, due: bool, stop: bool) -> bool:
+        """Of the first worker: call the others, unless a server or communicator is missing."""
+        last, others = self.rendezvous.last_call(), self._everyone[self._session.size :]
+        due = due or self.is_regular(steps)
+        if not due or last.number > self.answered or not {*others} <= {*self._group.alive()}:
+            return False
+        over = _PHASES * last.number + _PHASES - 1
+        self.rendezvous.call(last.number, max(steps, last.step + 1), stop, over)
+        return True
+
+    def after_step(self, steps: int) -> Call | None:
+        """The call that this worker has to answer now, after so many of its steps."""
+        call, rank = self.rendezvous.last_call(), self._session.rank
+        if call.number <= self.answered:
+            return None
+        self.answered = call.number
+        if call.incarnations[rank] == self._group.incarnation(rank):
+            return call
+        if call.stop:  # this incarnation came too late to be saved
+            raise Stopped
+        return None
+
+    def summoned(self, number: int, stop: bool) -> Call | None:
+        """The call of this number, on a rank that is no worker; None if a later one replaced it."""
+        call = self.rendezvous.last_call()
+        return call if call.number == number else None
+
+
+class CountAgreement(CallAgreement):
+    """Agrees on checkpoints where workers keep step: each counts its steps by itself.
+
+    The first worker calls for a step that no worker can have made yet. A rendezvous has the number
+    of its step. After a loss there are none: a worker that came later, or again, counts other steps
+    than the rest.
+
+    Args:
+        drift: how many steps workers can be apart.
+    """
+
+    def __init__(self, plan: Plan, session: Session, drift: int) -> None:
+        super().__init__(plan, session)
+        self._drift = drift
+
+    def call(self, steps: int, due: bool, stop: bool) -> bool:
+        last = self.rendezvous.last_call()
+        if not due or last.number > self.answered or self._was_lost():
+            return False
+        self.rendezvous.call(last.number, steps + self._drift + 1, stop, 0)
+        return True
+
+    def after_step(self, steps: int) -> Call | None:
+        if self._was_lost() or len(self._group.starters) < len(self._everyone):
+            return None
+        call = self.rendezvous.last_call()
+        called = call.number > self.answered and steps >= call.step
+        if called:
+            self.answered = call.number
+        return (
+            self.summoned(steps, called and call.stop) if called or self.is_regular(steps) else None
+        )
+
+    def summoned(self, number: int, stop: bool) -> Call:
+        return Call(number, number, stop, (1,) * len(self._everyone))
+
+    def _was_lost(self) -> bool:
+        """Whether a rank is lost, or was lost and has come again."""
+        view = self._group.view()
+        return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
+
+
 class CheckpointParticipant:
     """What one rank does for checkpoints.
 
@@ -75,7 +164,6 @@ class CheckpointParticipant:
     def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
         self._plan, self._tell = plan, tell
         self._store = Store(Path(plan.folder), disk=disk)
-        self._answered, self._call = 0, Call()
         self._made_s = 0.0
         self._state: dict[str, Any] = {}
         self._steps_left: int | None = None
@@ -83,34 +171,23 @@ class CheckpointParticipant:
 
     def bind(self, session: Session) -> None:
         """Take part for this rank, a worker or not."""
-        self._session, self._clock = session, session.clock
-        self._group = session.ports.members
-        self._everyone = range(session.world.size)
-        self._answered = self._rendezvous.last_call().number  # a late joiner was not called
+        self._session, self._clock, self._stepper = session, session.clock, session.running
+        self._everyone = range(session.ports.size)
+        drift = None if self._stepper.alone else session.strategy.drift
+        self._agreement = (
+            CallAgreement(self._plan, session)
+            if drift is None
+            else CountAgreement(self._plan, session, drift)
+        )
+        self._rendezvous = self._agreement.rendezvous
         if session.rank == 0:
             self._check_room()
-
-    @property
-    def _rendezvous(self) -> Rendezvous:
-        rendezvous = self._session.ports.rendezvous
-        assert rendezvous is not None  # the launcher refuses checkpoints in other worlds
-        return rendezvous
 
     def ask_to_stop(self) -> None:
         """Have a last checkpoint made, after which the run ends."""
         self._stop_asked = True
 
     # Making one ----------------------------------------------------------------------------------
-
-    @property
-    def _drift(self) -> int | None:
-        """How many steps workers can be apart; None where each may stop after any step."""
-        return None if self._stepper.alone else self._session.strategy.drift
-
-    @property
-    def _stepper(self) -> Stepper:
-        assert self._session.stepper is not None
-        return self._session.stepper
 
     def _check_room(self) -> None:
         """Refuse a disk that has no room for two checkpoints; the optimizer's part is a guess."""
@@ -125,112 +202,60 @@ class CheckpointParticipant:
 
     def after_step(self) -> None:
         """Make a checkpoint, if one is due after this step."""
-        if self._session.leads:
-            self._call_if_due()
-        call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
-        if drift is not None and (self._was_lost() or self._is_late_for_some()):
-            return  # a worker that came later, or again, counts other steps than the rest
-        called = call.number > self._answered and (drift is None or steps >= call.step)
-        regular = drift is not None and self._is_regular(steps)
-        if called:
-            self._answered, self._call = call.number, call
-        if called and call.incarnations[self._session.rank] != self._incarnation():
-            if call.stop:  # this incarnation came too late to be saved
-                raise Stopped
-        elif called or regular:
-            self._save(call.number if drift is None else steps, called and call.stop)
+        steps, now_s, minutes = self._stepper.steps, self._clock.now(), self._plan.minutes
+        due = self._stop_asked or (minutes is not None and now_s - self._made_s >= 60 * minutes)
+        if self._session.leads and self._agreement.call(steps, due, self._stop_asked):
+            self._made_s = now_s
+        call = self._agreement.after_step(steps)
+        if call is not None:
+            self._save(call)
 
-    def _is_regular(self, steps: int) -> bool:
-        return self._plan.steps is not None and steps % self._plan.steps == 0
-
-    def _was_lost(self) -> bool:
-        """Whether a rank is lost, or was lost and has come again."""
-        view = self._group.view()
-        return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
-
-    def _incarnation(self) -> int:
-        return self._group.incarnation(self._session.rank)
-
-    def _is_late_for_some(self) -> bool:
-        """Whether the run has late joiners."""
-        return len(self._group.starters) < len(self._everyone)
-
-    def _call_if_due(self) -> None:
-        """Call the others to a checkpoint, if one is due and no rank is missing that it needs."""
-        call, steps, drift = self._rendezvous.last_call(), self._stepper.steps, self._drift
-        waited_s = self._clock.now() - self._made_s
-        by_time = self._plan.minutes is not None and waited_s >= 60 * self._plan.minutes
-        due = self._stop_asked or by_time or (drift is None and self._is_regular(steps))
-        if not due or call.number > self._answered or self._misses_one():
-            return
-        self._made_s = self._clock.now()
-        after = max(steps, call.step + 1) if drift is None else steps + drift + 1
-        over = _PHASES * call.number + _PHASES - 1 if drift is None else 0
-        self._rendezvous.call(call.number, after, self._stop_asked, over)
-
-    def _misses_one(self) -> bool:
-        """Whether a server or communicator is missing; where workers keep step, any rank."""
-        if self._drift is not None:
-            return self._was_lost()
-        others = self._everyone[self._session.size :]
-        return not set(others) <= set(self._group.alive())
-
-    def _save(self, number: int, stop: bool) -> None:
+    def _save(self, call: Call) -> None:
         session, strategy = self._session, self._session.strategy
-        x = self._stepper.replica.flat.x
         self._stepper.settle()
         if not self._stepper.alone:
-            strategy.before_checkpoint(number)
-        workers = [rank for rank in self._members if rank < session.size]
-        if self._meet(number, 1, workers):
+            strategy.before_checkpoint(call.number)
+        workers = [rank for rank in _members(call) if rank < session.size]
+        if self._meet(call, 1, workers):
             if session.rank == workers[0]:
-                self._summon(number, stop)
-            self.save_together(number, stop)
+                self._summon(call)
+            self._save_together(call)
         if not self._stepper.alone:
-            strategy.after_checkpoint(x)
+            strategy.after_checkpoint(self._stepper.replica.flat.x)
         self._clock.switch_in()
 
-    @property
-    def _incarnations(self) -> Sequence[int]:
-        """The incarnations of the ranks that meet: of all, or of those that were called."""
-        return self._call.incarnations if self._drift is None else [1] * len(self._everyone)
-
-    @property
-    def _members(self) -> list[int]:
-        """The ranks that meet."""
-        return [rank for rank, number in enumerate(self._incarnations) if number]
-
-    def _meet(self, number: int, phase: int, members: Sequence[int]) -> bool:
+    def _meet(self, call: Call, phase: int, members: Sequence[int]) -> bool:
         with self._session.recorder.waiting:
-            return self._rendezvous.meet(_PHASES * number + phase, members, self._incarnations)
+            number = _PHASES * call.number + phase
+            return self._rendezvous.meet(number, members, call.incarnations)
 
-    def _summon(self, number: int, stop: bool) -> None:
+    def _summon(self, call: Call) -> None:
         """Call the ranks that are no workers; if one is lost, the rendezvous is given up."""
         for rank in self._everyone[self._session.size :]:
             try:
-                self._session.strategy.summon(rank, number, stop)
+                self._session.strategy.summon(rank, call.number, call.stop)
             except PeerLost:
                 if not self._session.world.elastic:
                     raise
 
-    def save_together(self, number: int, stop: bool) -> None:
+    def summoned(self, number: int, stop: bool) -> None:
+        """Save the state of this rank, which is no worker, together with all others."""
+        call = self._agreement.summoned(number, stop)
+        if call is not None:
+            self._save_together(call)
+
+    def _save_together(self, call: Call) -> None:
         """Save the state of this rank at the same moment as all the others."""
-        clock, session = self._clock, self._session
-        if session.rank >= session.size:
-            self._call = self._rendezvous.last_call()
-        if self._drift is None and self._call.number != number:
-            return  # a later call replaced this one
-        members = self._members
-        if not self._meet(number, 2, members):
+        clock, rank, members = self._clock, self._session.rank, _members(call)
+        if not self._meet(call, 2, members):
             return
         clock.switch_in()  # its random generators are saved
-        step = self._call.step if self._drift is None else number
         content, now_s = pack_state(self._read(members)), clock.now()
         self._made_s = now_s
-        if self._meet(number, 3, members):
-            saved = self._store.save_rank(step, session.rank, now_s, content)
+        if self._meet(call, 3, members):
+            saved = self._store.save_rank(call.step, rank, now_s, content)
             self._tell(replace(saved, ranks=tuple(members)))
-            if stop:
+            if call.stop:
                 raise Stopped
 
     def _read(self, members: Sequence[int]) -> dict[str, Any]:
@@ -247,7 +272,7 @@ class CheckpointParticipant:
             },
             "generators": read_generators(session.device),
             "pace": stepper.state(),
-            "answered": self._answered,
+            "answered": self._agreement.answered,
         }
         if session.rank < session.size:
             session.check_positions()
@@ -271,7 +296,7 @@ class CheckpointParticipant:
         self._rendezvous.restore(state["transport"])
         session.recorder.load_state(state["transport"])
         self._stepper.load_state(state["pace"])
-        self._made_s, self._answered = self._clock.now(), state["answered"]
+        self._made_s, self._agreement.answered = self._clock.now(), state["answered"]
         if session.rank < session.size:
             session.show_again(state)
             self._begin_to_catch_up(state["loaders"])
@@ -282,7 +307,7 @@ class CheckpointParticipant:
 
     def await_starters(self) -> None:
         """Wait until all starters have restored their state."""
-        starters = self._group.starters
+        starters = self._session.ports.members.starters
         incarnations = [int(rank in starters) for rank in self._everyone]
         with self._session.recorder.waiting:
             self._rendezvous.meet(_PHASES - 1, starters, incarnations)
@@ -314,6 +339,11 @@ class CheckpointParticipant:
             session.strategy.after_checkpoint(self._stepper.replica.flat.x)
         self._state = {}
         self._clock.switch_in()
+
+
+def _members(call: Call) -> list[int]:
+    """The ranks that are called."""
+    return [rank for rank, incarnation in enumerate(call.incarnations) if incarnation]
 
 
 # Random generators -------------------------------------------------------------------------------

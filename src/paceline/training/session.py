@@ -455,7 +455,7 @@ class Session(RankListener):
     def summoned(self, number: int, stop: bool) -> None:
         """Save this rank, which is no worker, together with all others."""
         if self.checkpointing is not None:
-            self.checkpointing.save_together(number, stop)
+            self.checkpointing.summoned(number, stop)
 
     # What others read ------------------------------------------------------------------------
 
