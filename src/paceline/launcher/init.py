@@ -81,6 +81,12 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         raise end.loss from None
     workers = workers_in(spec.method, ports.size) if ports.size > 1 else 1
     files = RankFiles(spec.out, ports.rank, trace=spec.trace)
+
+    def log(record: Metric) -> None:
+        files.metric(record)
+        if spec.on_metric is not None:
+            spec.on_metric(record)
+
     seed_user_generators(spec.seed, ports.rank)
 
     session = Session(
@@ -89,7 +95,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         workers=workers,
         seed=spec.seed,
         device=spec.device_of(process.local_rank),
-        listener=_ToFiles(files, spec),
+        listener=Listener(metric=log, event=print_event),
     )
     try:
         try:
@@ -166,18 +172,3 @@ def gather_summaries(session: Session) -> list[Summary]:
     table[session.rank] = torch.tensor(own)
     session.measuring().all_reduce(table)
     return [Summary.from_numbers(row) for row in table.tolist()]
-
-
-class _ToFiles(Listener):
-    """Writes the metrics of a rank to the run's folder, and prints important events."""
-
-    def __init__(self, files: RankFiles, spec: InitSpec) -> None:
-        self._files, self._on_metric = files, spec.on_metric
-
-    def metric(self, record: Metric) -> None:
-        self._files.metric(record)
-        if self._on_metric is not None:
-            self._on_metric(record)
-
-    def event(self, record: Metric) -> None:
-        print_event(record)

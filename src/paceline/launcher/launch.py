@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from paceline.checkpoint.store import Saved
 from paceline.comm.launchers import launched
@@ -16,7 +17,7 @@ from paceline.common.reference import find, plain_json, refer_to
 from paceline.common.seeds import seed_user_generators
 from paceline.errors import UsageError
 from paceline.launcher.checkpoints import CheckpointCoordinator
-from paceline.launcher.own_faults import OwnFaults
+from paceline.launcher.fault_clock import FaultClock
 from paceline.launcher.rank import run_rank
 from paceline.launcher.rank_process import Channel, Message, refuse_in_rank
 from paceline.launcher.signals import ASK, Stop
@@ -24,7 +25,7 @@ from paceline.launcher.spec import LaunchSpec, OnDevice, takes
 from paceline.launcher.supervisor import run_ranks, threads_per_rank
 from paceline.launcher.transports import TRANSPORTS
 from paceline.record.folder import RankFiles, claim
-from paceline.record.result import Metric, Result, RunRecorder, Summary
+from paceline.record.result import Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 from paceline.training.checkpointing import CheckpointParticipant, Plan, Stopped
@@ -147,11 +148,11 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         ports.rank,
         append=ports.members.late,
         trace=argument["trace"],
-        on_no_trace=lambda text: channel.send({"kind": "no_trace", "record": {"reason": text}}),
+        on_no_trace=lambda text: channel.report("no_trace", {"reason": text}),
     )
     checkpointing = _participant(argument["checkpoints"], channel)
     seed_user_generators(argument["seed"], ports.rank)
-    clock = OwnFaults(
+    clock = FaultClock(
         argument["faults"], ports, channel, lambda: files.trace.flush() if files.trace else None
     )
     session = Session(
@@ -160,7 +161,12 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         workers=argument["workers"],
         seed=argument["seed"],
         device=OnDevice(device=argument["device"]).device_of(ports.rank),
-        listener=_ToLauncher(channel),
+        listener=Listener(
+            metric=partial(channel.report, "metric"),
+            progress=partial(channel.report, "progress"),
+            event=partial(channel.report, "event"),
+            ready=partial(channel.send, {"kind": "ready"}),
+        ),
         elastic=argument["elastic"],
         checkpointing=checkpointing,
     )
@@ -174,25 +180,6 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
     return asdict(replace(summary_of(session), model_error=model_error))
 
 
-class _ToLauncher(Listener):
-    """Sends metrics, progress and events of a rank to its launcher."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def metric(self, record: Metric) -> None:
-        self._channel.send({"kind": "metric", "record": record})
-
-    def progress(self, record: Metric) -> None:
-        self._channel.send({"kind": "progress", "record": record})
-
-    def event(self, record: Metric) -> None:
-        self._channel.send({"kind": "event", "record": record})
-
-    def ready(self) -> None:
-        self._channel.send({"kind": "ready"})
-
-
 def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipant | None:
     """The participant that saves a launched rank's state; signals request a final checkpoint.
 
@@ -201,7 +188,7 @@ def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipan
     if plan is None:
         return None
     checkpointing = CheckpointParticipant(
-        Plan(**plan), lambda saved: channel.send({"kind": "saved", "record": asdict(saved)})
+        Plan(**plan), lambda saved: channel.report("saved", asdict(saved))
     )
     for number in (ASK, signal.SIGTERM):
         signal.signal(number, lambda number, frame: checkpointing.ask_to_stop())

@@ -62,6 +62,10 @@ class Channel:
             while data:
                 data = data[os.write(self._fd, data) :]
 
+    def report(self, kind: str, record: Message) -> None:
+        """Send a record, for the launcher to hand on."""
+        self.send({"kind": kind, "record": record})
+
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:

@@ -16,7 +16,7 @@ from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.rank import run_rank
 from paceline.launcher.spec import SimulationSpec, Train, takes
 from paceline.record.folder import RecordedRun, claim, save_answer
-from paceline.record.result import Metric, Result, RunRecorder, Summary
+from paceline.record.result import Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
 from paceline.sim.replay import Replay
@@ -92,23 +92,6 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     )
 
 
-class _ToRecorder(Listener):
-    """Passes metrics, progress and events of a rank to the run's recorder."""
-
-    def __init__(self, recorder: RunRecorder, spec: SimulationSpec) -> None:
-        self._recorder, self._on_progress = recorder, spec.on_progress
-
-    def metric(self, record: Metric) -> None:
-        self._recorder.metric(record)
-
-    def progress(self, record: Metric) -> None:
-        if self._on_progress is not None:
-            self._on_progress(record)
-
-    def event(self, record: Metric) -> None:
-        self._recorder.event(record)
-
-
 @dataclass
 class _Ranks:
     """The program of every simulated rank, and their summaries."""
@@ -152,7 +135,11 @@ class _Ranks:
             workers=self.spec.workers,
             seed=self.spec.seed,
             costs=self.world.costs[rank],
-            listener=_ToRecorder(self.recorder, self.spec),
+            listener=Listener(
+                metric=self.recorder.metric,
+                progress=self.spec.on_progress or (lambda record: None),
+                event=self.recorder.event,
+            ),
             elastic=self.policy.goes_on,
             checkpointing=participant,
         )

@@ -1,52 +1,29 @@
-"""Listeners for events on a rank; each is passed to the constructor of the object that calls it."""
+"""What a rank reports to its run; the world that started the rank says who listens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from paceline.record.result import Metric
+from paceline.record.result import Metric, OnMetric
 
 
+def _ignore(record: Metric) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Receives what a rank reports to its run; this base class ignores it."""
+    """Who is called with what a rank reports; by default nobody.
 
-    def metric(self, record: Metric) -> None:
-        """A record of ``worker.log``."""
+    Args:
+        metric: a record of ``worker.log``.
+        progress: the progress of a worker, a few times a second.
+        event: something happened to a rank.
+        ready: this rank has completed its setup.
+    """
 
-    def progress(self, record: Metric) -> None:
-        """The progress of a worker, a few times a second."""
-
-    def event(self, record: Metric) -> None:
-        """Something happened to a rank."""
-
-    def ready(self) -> None:
-        """This rank has completed its setup."""
-
-
-class StepListener(Protocol):
-    """Is called around the steps of a worker, and takes part in them."""
-
-    @property
-    def may_return(self) -> bool:
-        """Whether the worker may rejoin after it was left behind."""
-
-    def step_asked(self) -> None:
-        """``optimizer.step()`` was called."""
-
-    def step_skipped(self) -> None:
-        """The step was skipped: it is before the checkpoint that the run resumes from."""
-
-    def before_step(self) -> None:
-        """A step is about to be made; may refuse it."""
-
-    def after_step(self) -> None:
-        """A step was made."""
-
-    def rejoin(self, x: Tensor) -> None:
-        """Take over the state of the others, after the worker was left behind."""
-
-    def has_returned(self) -> None:
-        """The worker was left behind, and is a member again."""
+    metric: OnMetric = _ignore
+    progress: OnMetric = _ignore
+    event: OnMetric = _ignore
+    ready: Callable[[], None] = lambda: None

@@ -78,7 +78,7 @@ class Session(RankListener):
         seed: int,
         device: str = "cpu",
         costs: Costs | None = None,
-        listener: Listener | None = None,
+        listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Session(RankListener):
         self.device = torch.device(device)
         self.world = Comm(ports, elastic=elastic)
         self.comm = self.world.group([*range(workers)] if self.rank < workers else [self.rank])
-        self.listener, self.checkpointing = listener or Listener(), checkpointing
+        self.listener, self.checkpointing = listener, checkpointing
         self.consensus: float | None = None
         self.unseen_batches = 0
         self.epoch_samples: int | None = None
@@ -101,7 +101,7 @@ class Session(RankListener):
         self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
         self.finished = False
-        self._costs, self._reported_s, self._stepped = costs, 0.0, False
+        self.costs, self._reported_s, self._stepped = costs, 0.0, False
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Session(RankListener):
         replica = Replica(model, optimizer, self.ports.collectives.allocate, aligned=alone)
         flat = replica.flat
         self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))
-        stepper = Stepper(self.strategy, replica, self.ports, self._costs, alone, self)
+        stepper = Stepper(self, replica, alone)
         self.stepper, self.model = stepper, model
         self.buffers = SharedBuffers(model, replica, self)
         self.loads = Loads(model, stepper, self.settle)
@@ -203,7 +203,7 @@ class Session(RankListener):
 
     def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
         """Charge the loading of a batch that a loader returns, and count its samples."""
-        clock, costs, training = self.clock, self._costs, self.trains
+        clock, costs, training = self.clock, self.costs, self.trains
         self.pending.draw(loop, training)
         loop.held.append(batch)
         if self.catching_up:
@@ -264,7 +264,7 @@ class Session(RankListener):
             share = self.progress if self.epochs else None
             self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})
 
-    # Steps (StepListener) ------------------------------------------------------------------------
+    # Around a step -------------------------------------------------------------------------------
 
     @property
     def may_return(self) -> bool:

@@ -8,18 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from paceline.comm.metered import MeteredPorts
 from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.model.gradient import Gradient
 from paceline.model.replica import Replica
 from paceline.record.history import History
-from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import glance, is_sound, norm
-from paceline.training.listener import StepListener
 from paceline.training.rates import Rates
 
 if TYPE_CHECKING:
-    from paceline.sim.compute import Costs
+    from paceline.training.session import Session
 
 
 T = TypeVar("T")
@@ -39,12 +36,9 @@ class Stepper:
     """What happens between ``optimizer.step()`` and its return.
 
     Args:
-        strategy: the method, bound to its communicator.
+        session: of this rank; it is called before and after each step.
         replica: this rank's model and optimizer.
-        ports: for the clock and the trace.
-        costs: what computing takes in virtual time; None where time is real.
         alone: whether this is the only worker: then no method has anything to do.
-        listener: hears of each step.
 
     Attributes:
         io_s: how long this worker has waited for its data.
@@ -57,30 +51,22 @@ class Stepper:
             from.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        replica: Replica,
-        ports: MeteredPorts,
-        costs: Costs | None,
-        alone: bool,
-        listener: StepListener,
-    ) -> None:
-        self.strategy, self.replica, self.alone = strategy, replica, alone
+    def __init__(self, session: Session, replica: Replica, alone: bool) -> None:
+        self.strategy, self.replica, self.alone = session.strategy, replica, alone
         self.steps = self.samples = 0
         self.io_s = 0.0
         self.rejoined = 0
         self.lr = replica.lrs()[0]
         self.history = History()
-        self.rates = Rates(strategy, replica)
+        self.rates = Rates(self.strategy, replica)
         self.max_norm: float | None = None
         self.first: Mark | None = None
         self.warm: Mark | None = None
         self.last: Mark | None = None
         self.paused: str | None = None
         self.syncing, self.skipping = True, False
-        self._members, self._clock, self._recorder = ports.members, ports.clock, ports.recorder
-        self._costs, self._listener = costs, listener
+        self._session, self._costs = session, session.costs
+        self._clock, self._recorder = session.clock, session.recorder
         self._drawn = 0
         self._full_batch = 0
 
@@ -102,11 +88,11 @@ class Stepper:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:
             raise UsageError(f"optimizer.step() must not be called {self.paused}")
-        self._listener.step_asked()
+        self._session.step_asked()
         if self.skipping:
-            self._listener.step_skipped()
+            self._session.step_skipped()
             return
-        self._listener.before_step()
+        self._session.before_step()
         samples, self._drawn = self._drawn, 0
         self._full_batch = max(self._full_batch, samples)
         begin = self._mark()
@@ -132,7 +118,7 @@ class Stepper:
         )
         self.steps += 1
         self.history.note(self.last.time_s, self.samples, self._recorder.meter.bytes_sent)
-        self._listener.after_step()
+        self._session.after_step()
         self.warm = self.warm or self.last
         self._clock.switch_in()
 
@@ -245,17 +231,17 @@ class Stepper:
         A rank that cannot return ends itself: workers of a synchronous method, and a server, which
         has a successor by now.
         """
-        if not self._listener.may_return:
+        if not self._session.may_return:
             raise Outlived
-        self._drawn = 0
+        members, self._drawn = self._session.ports.members, 0
         while True:
             try:
-                self._members.rejoin()
+                members.rejoin()
                 self.replica.forget_moments()
-                self._listener.rejoin(self.replica.flat.x)
-                self._members.announce_ready()
+                self._session.rejoin(self.replica.flat.x)
+                members.announce_ready()
             except LeftBehind:
                 continue
             self.rejoined += 1
-            self._listener.has_returned()
+            self._session.has_returned()
             return

@@ -40,7 +40,6 @@ from paceline.lab.faulttest.watched import (
     around,
 )
 from paceline.launcher.rank import run_rank
-from paceline.record.result import Metric
 from paceline.record.trace import Trace
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy
@@ -151,16 +150,6 @@ def _run(
     )
 
 
-class _CountEvents(Listener):
-    """Counts the events of a run."""
-
-    def __init__(self, scene: Scene) -> None:
-        self._sites = scene.sites
-
-    def event(self, record: Metric) -> None:
-        self._sites[record["event"]] += 1
-
-
 def _train(
     schedule: Schedule, scene: Scene, trace: Trace, folder: CheckpointFolder | None
 ) -> Violation | None:
@@ -174,7 +163,7 @@ def _train(
             workers=schedule.workers,
             seed=schedule.seed,
             costs=world.costs[ports.rank],
-            listener=_CountEvents(scene),
+            listener=Listener(event=lambda record: scene.sites.update([record["event"]])),
             elastic=elastic,
             checkpointing=None if folder is None else folder.checkpointing(),
         )

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from paceline.launcher.rank_process import Channel
 
 
-class OwnFaults(RealClock):
-    """A clock that kills, stops or slows its rank down as a step begins, when that is due.
+class FaultClock(RealClock):
+    """A real clock that kills, stops or slows its rank down as a step begins, when that is due.
 
     The launcher does what happens at a time, except for slowing down. ``before_end`` is called
     before a rank is killed.
@@ -60,5 +60,4 @@ class OwnFaults(RealClock):
         return due and (fault.for_s is None or now_s < self._slow_since[fault] + fault.for_s)
 
     def _report(self, event: str, now_s: float) -> None:
-        record = {"t": now_s, "event": event, "rank": self._rank}
-        self._channel.send({"kind": "event", "record": record})
+        self._channel.report("event", {"t": now_s, "event": event, "rank": self._rank})
