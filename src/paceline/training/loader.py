@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from paceline.training.session import Session
 
 Sharing = Literal["auto", "shard", "queue", "static", "skewed"]
-SHARINGS = ("auto", "shard", "queue", "static", "skewed")
 Indices = NDArray[np.int64]
 
 
@@ -60,10 +59,8 @@ def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
 
 def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> list[Indices]:
     """The batches of ``rank``: its part of each global batch of ``order``."""
-    parts, start = [], 0
-    for size in global_batches(len(order), batch_size, workers):
-        parts.append(part_of(order[start : start + size], workers, rank))
-        start += size
+    ends = np.cumsum(global_batches(len(order), batch_size, workers))
+    parts = [part_of(batch, workers, rank) for batch in np.split(order, ends)]
     return [part for part in parts if len(part)]
 
 
@@ -121,7 +118,7 @@ def divide_epoch(
     batch_size: int,
     worker: int,
     last_collective: Callable[[], Collective],
-    assigned: AssignedBatches | None = None,
+    assigned: AssignedBatches,
 ) -> Iterator[Indices]:
     """Like :func:`shard_epoch`, but among the workers that remain.
 
@@ -129,7 +126,6 @@ def divide_epoch(
     the end of the epoch, and the remaining data is divided among the others. All workers see the
     loss in the same collective, and so divide the data in the same way.
     """
-    assigned = AssignedBatches() if assigned is None else assigned
     assigned.save()
     last = last_collective()
     order = np.concatenate([order, *assigned.after_collective(last)])
@@ -150,24 +146,18 @@ def divide_epoch(
 class Batches(Sequence[Indices]):
     """``order`` in batches, of which the last may be shorter; each is sliced when it is needed.
 
-    >>> [batch.tolist() for batch in Batches(np.arange(5), 2)]
+    >>> [batch.tolist() for batch in Batches(np.arange(5), 2, drop_last=False)]
     [[0, 1], [2, 3], [4]]
     """
 
-    def __init__(self, order: Indices, batch_size: int, drop_last: bool = False) -> None:
+    def __init__(self, order: Indices, batch_size: int, drop_last: bool) -> None:
         self._order, self._size = order, batch_size
         self._count = len(order) // batch_size if drop_last else -(-len(order) // batch_size)
 
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Indices: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Indices]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [*self][index]
         if not 0 <= index < self._count:
             raise IndexError(index)
         return self._order[index * self._size : (index + 1) * self._size]
@@ -202,19 +192,19 @@ class PacedLoader:
 
     ``epoch`` is the number of the next epoch, from 0. When a run resumes from a checkpoint, the
     interrupted epoch continues after the last used batch. An epoch that was only previewed starts
-    again (:mod:`paceline.training.pending`).
+    again (:mod:`paceline.training.pending`). ``plain`` is the user's loader, which is not shared.
     """
 
     def __init__(
         self, loader: DataLoader[Any], session: Session, sharing: Sharing, number: int
     ) -> None:
-        one_of("data", sharing, SHARINGS)
+        one_of("data", sharing, get_args(Sharing))
         if sharing == "auto":
             sharing = "shard" if session.strategy.synchronous else "queue"
         self.sharing, self._next_epoch, self._session, self._number = sharing, 0, session, number
-        self._user_loader = loader
-        self._streams = isinstance(loader.dataset, IterableDataset)
-        self._source: _Stream | _Map = _Stream(self) if self._streams else _Map(self)
+        self.plain, self.assigned = loader, AssignedBatches()
+        streams = isinstance(loader.dataset, IterableDataset)
+        self._source: _Stream | _Map = _Stream(self) if streams else _Map(self)
         self.queue = number if sharing == "queue" else None
         self._pass: Pass | None = None
         self._resume_at: Position | None = None
@@ -238,7 +228,7 @@ class PacedLoader:
 
     def _share(self, this: Pass, resume_at: Position) -> Iterator[Any]:
         """This worker's batches of an epoch, except those that it had before a checkpoint."""
-        session, full, epoch = self._session, self._user_loader.batch_size or 0, this.epoch
+        session, full, epoch = self._session, self.plain.batch_size or 0, this.epoch
         catching_up, asked_s = session.catching_up, session.clock.now()
         if self._is_over():
             return
@@ -246,7 +236,7 @@ class PacedLoader:
             drawn = DrawnBatch(epoch, index, samples, full, epoch + share, self.queue)
             this.taken += 1
             session.batch_arrived(this, drawn, asked_s)
-            yield self._moved(batch)
+            yield moved(batch, session.device)
             self._body_done(this)
             session.between_batches()
             if self._is_over():
@@ -274,13 +264,11 @@ class PacedLoader:
 
         So variables that the body sets exist afterwards; the worker makes no step.
         """
-        if self._session.catching_up and (batch := self._source.first(this.epoch)) is not None:
-            self._session.pending.draw(this, self._session.trains)
-            yield self._moved(batch)
+        session = self._session
+        if session.catching_up and (batch := self._source.first(this.epoch)) is not None:
+            session.pending.draw(this, session.trains)
+            yield moved(batch, session.device)
             self._body_done(this)
-
-    def _moved(self, batch: Any) -> Any:
-        return moved(batch, self._session.device)
 
     def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Start to iterate over a loader; if that resumes in mid-epoch, restore the state first.
@@ -318,7 +306,7 @@ class PacedLoader:
             return
         held = [batch.number for batch in this.held if batch.queue is not None]
         tickets = dict.fromkeys([*held, *self.ahead(), *this.began.tickets])
-        self._source.assigned.restore()
+        self.assigned.restore()
         self._resume_at = Position(this.epoch, this.began.taken, False, tuple(tickets))
 
     def give_up_tickets(self) -> None:
@@ -343,25 +331,25 @@ class PacedLoader:
         self._next_epoch = 0 if from_the_top else position.epoch
 
     @property
-    def plain(self) -> DataLoader[Any]:
-        """The user's loader, which is not shared with other workers."""
-        return self._user_loader
-
-    @property
     def samples(self) -> int | None:
         """The samples of an epoch of all workers; None if only reading them would tell."""
         return self._source.samples
 
     def unseen(self) -> int:
         """At the end: how many batches were lost with their workers and not trained on again."""
-        return self._source.unseen()
+        return len(self.assigned.after_collective(self.last_collective()))
+
+    def last_collective(self) -> Collective:
+        """The last collective of all workers, as this one knows it."""
+        comm, workers = self._session.world, self._session.size
+        return Collective(comm.collectives_done, tuple(r for r in comm.present() if r < workers))
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""
         return self._source.length(self.epoch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._user_loader, name)
+        return getattr(self.plain, name)
 
     def tickets(self, epoch: int) -> Iterator[int]:
         """The numbers of the batches that this worker takes from the queue, until it is empty."""
@@ -381,15 +369,13 @@ class _Stream:
     samples: int | None = None
 
     def __init__(self, owner: PacedLoader) -> None:
-        self._owner, self._loader = owner, owner._user_loader
-        self.assigned = AssignedBatches()
+        self._owner, self._loader, self._session = owner, owner.plain, owner._session
         if owner.sharing == "skewed":
             raise UsageError("data (skewed) must not be used with an iterable data set")
 
     def length(self, epoch: int) -> int:
-        owner = self._owner
         total = len(self._loader)
-        return total if owner.sharing == "static" else -(-total // owner._session.size)
+        return total if self._owner.sharing == "static" else -(-total // self._session.size)
 
     def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
         stream = self._owner.begin(self._loader)
@@ -400,9 +386,6 @@ class _Stream:
                 yield index, _count(batch), 0.0, batch
                 own = next(indices, None)
 
-    def unseen(self) -> int:
-        return 0
-
     def first(self, epoch: int) -> Any:
         """The first batch of the data set."""
         return next(iter(self._loader), None)
@@ -412,7 +395,7 @@ class _Stream:
         return []
 
     def _own_indices(self, epoch: int, resume_at: Position) -> Iterator[int]:
-        rank, size = self._owner._session.rank, self._owner._session.size
+        rank, size = self._session.rank, self._session.size
         if self._owner.sharing == "queue":
             yield from sorted(resume_at.tickets)
             yield from self._owner.tickets(epoch)
@@ -425,19 +408,18 @@ class _Stream:
 
 
 class _Map:
-    """A map-style data set: index lists of this worker, for a DataLoader like the user's."""
+    """A map-style data set: the batch sampler of a DataLoader that is else like the user's."""
 
     def __init__(self, owner: PacedLoader) -> None:
-        self._owner, self._loader = owner, owner._user_loader
+        self._owner, self._loader, self._session = owner, owner.plain, owner._session
         self._drawn: deque[tuple[int, int, int]] = deque()
-        self.assigned = AssignedBatches()
         self._epoch, self._count, self._resume_at = 0, 1, Position()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
         self._recipe = _recipe(self._loader)
-        self._order = _order(self._recipe, owner._session.seed, owner._number)
+        self._order = _order(self._recipe, self._session.seed, owner._number)
         self._shards = self._fixed_shards() if owner.sharing in ("static", "skewed") else None
-        self._inner = _rebuild(self._loader, _Plan(self))
+        self._inner = _rebuild(self._loader, self)
 
     @property
     def samples(self) -> int:
@@ -448,7 +430,7 @@ class _Map:
 
     def length(self, epoch: int) -> int:
         if self._owner.sharing == "queue":
-            return -(-len(self._queue(epoch)) // self._owner._session.size)
+            return -(-len(self._queue(epoch)) // self._session.size)
         return len(self._own(epoch))
 
     def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
@@ -461,7 +443,10 @@ class _Map:
             if incarnation == self._incarnation:
                 yield index, samples, (index + 1) / self._count, batch
 
-    def plan(self) -> Iterator[list[int]]:
+    def __len__(self) -> int:
+        return self.length(self._epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
         """The index lists of the current epoch; each is noted when it is drawn."""
         queued = self._owner.sharing == "queue"
         batches = self._queue(self._epoch) if queued else self._own(self._epoch)
@@ -477,8 +462,7 @@ class _Map:
 
     @property
     def _incarnation(self) -> int:
-        session = self._owner._session
-        return session.world.incarnation(session.rank)
+        return self._session.world.incarnation(self._session.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None if the epoch is empty."""
@@ -496,50 +480,37 @@ class _Map:
 
     def _may_shrink(self) -> bool:
         """Whether workers may be lost during the epoch, and others take over their data."""
-        session = self._owner._session
         plain = not isinstance(self._order(self._epoch), list)
-        return session.world.elastic and self._owner.sharing == "shard" and plain
+        return self._session.world.elastic and self._owner.sharing == "shard" and plain
 
     def _divide(self) -> Iterator[Indices]:
         """This worker's part of the epoch, divided among the remaining workers."""
         order = self._order(self._epoch)
         assert not isinstance(order, list)
-        rank, size = self._owner._session.rank, self._recipe.batch_size
-        return divide_epoch(self._whole(order), size, rank, self._last_collective, self.assigned)
-
-    def _last_collective(self) -> Collective:
-        comm = self._owner._session.world
-        return Collective(
-            comm.collectives_done, tuple(r for r in comm.present() if r < self._workers)
-        )
-
-    def unseen(self) -> int:
-        """How many batches were lost with their workers since the last collective."""
-        return len(self.assigned.after_collective(self._last_collective()))
+        rank, size, owner = self._session.rank, self._recipe.batch_size, self._owner
+        return divide_epoch(self._whole(order), size, rank, owner.last_collective, owner.assigned)
 
     def _whole(self, order: Indices) -> Indices:
         """``order`` without its last incomplete global batch, if the loader drops that."""
         if not self._recipe.drop_last:
             return order
-        return order[: len(order) - len(order) % (self._recipe.batch_size * self._workers)]
+        return order[: len(order) - len(order) % (self._recipe.batch_size * self._session.size)]
 
     def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for ticket in self._resume_at.tickets:
             yield ticket, queue[ticket]
         for ticket in self._owner.tickets(self._epoch):
             if ticket >= len(queue):
-                self._owner._session.ports.queue.mark_used(self._owner._number, self._epoch, ticket)
+                self._session.ports.queue.mark_used(self._owner._number, self._epoch, ticket)
                 return
             yield ticket, queue[ticket]
 
     def _queue(self, epoch: int) -> Sequence[Any]:
         order = self._order(epoch)
-        if isinstance(order, list):
-            return order
-        return self._split(order)
+        return order if isinstance(order, list) else self._split(order)
 
     def _own(self, epoch: int) -> Sequence[Any]:
-        session, order = self._owner._session, self._order(epoch)
+        session, order = self._session, self._order(epoch)
         if isinstance(order, list):
             return order[session.rank :: session.size]
         if self._shards is not None:
@@ -551,35 +522,18 @@ class _Map:
     def _split(self, order: Indices) -> Batches:
         return Batches(order, self._recipe.batch_size, self._recipe.drop_last)
 
-    @property
-    def _workers(self) -> int:
-        return self._owner._session.size
-
     def _fixed_shards(self) -> list[Indices]:
         if self._recipe.sampler is not None:
             raise UsageError(f"data ({self._owner.sharing}) must be used without a sampler")
         order = np.arange(self._recipe.samples)
         if self._owner.sharing == "skewed":
             order = np.argsort(_labels(self._loader.dataset), kind="stable")
-        return np.array_split(order, self._workers)
+        return np.array_split(order, self._session.size)
 
 
 def _as_list(batch: Any) -> list[int]:
     indices: list[int] = batch if isinstance(batch, list) else batch.tolist()
     return indices
-
-
-class _Plan:
-    """The batch sampler of a :class:`_Map`; a class, so that loader processes can copy it."""
-
-    def __init__(self, source: _Map) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._source.plan()
-
-    def __len__(self) -> int:
-        return self._source.length(self._source._epoch)
 
 
 class _Recipe(NamedTuple):
@@ -686,7 +640,7 @@ class _Draws:
             )
 
 
-def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
+def _rebuild(loader: DataLoader[Any], plan: _Map) -> DataLoader[Any]:
     """A loader like the user's, with our batch sampler."""
     return DataLoader(
         loader.dataset,
@@ -695,7 +649,7 @@ def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=_StartOnAllCores(loader.worker_init_fn),
+        worker_init_fn=partial(_start_on_all_cores, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
@@ -703,16 +657,11 @@ def _rebuild(loader: DataLoader[Any], plan: _Plan) -> DataLoader[Any]:
     )
 
 
-class _StartOnAllCores:
-    """Starts a loader's process on all cores, even in a simulation, then as the user wants."""
-
-    def __init__(self, start: Callable[[int], None] | None) -> None:
-        self._start = start
-
-    def __call__(self, number: int) -> None:
-        take_back_cores()
-        if self._start is not None:
-            self._start(number)
+def _start_on_all_cores(start: Callable[[int], None] | None, number: int) -> None:
+    """Start a loader's process on all cores, even in a simulation, then as the user wants."""
+    take_back_cores()
+    if start is not None:
+        start(number)
 
 
 def _labels(dataset: Any) -> Indices:
@@ -736,17 +685,14 @@ def _count(batch: Any) -> int:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors are on ``device``."""
-    return batch if device.type == "cpu" else _move(batch, device)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """The tensors of a batch on ``device``, in the batch's own structure."""
+    """A batch whose tensors are on ``device``, in the batch's own structure."""
+    if device.type == "cpu":
+        return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {key: _move(value, device) for key, value in batch.items()}
+        return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        moved = [_move(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        values = [moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
