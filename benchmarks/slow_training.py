@@ -316,7 +316,7 @@ def probe_rank(ports: Ports, channel: Channel, argument: Message) -> Latencies:
                 if sending:
                     comm.send(small, peer, 1)
                 else:
-                    comm.recv(small, peer, 1)
+                    comm.receive(small, peer, 1)
 
         comm.barrier()
         message_s = _median_s(round_trip) / 2

@@ -71,7 +71,7 @@ def test_what_is_shelved_is_seen_by_all_beside_what_is_published(transport):
     outcome = run_program(transport, programs.shelve_and_look, 3)
     for rank in range(3):
         others = [peer for peer in range(3) if peer != rank]
-        seen = [[10.0 * peer + 1, [peer] * 3] for peer in others]
+        seen = [[[10.0 * peer + 1], [peer] * 3] for peer in others]
         assert outcome.values[rank] == [[None, None], seen]
 
 
@@ -174,7 +174,7 @@ def test_compute_is_charged_on_a_virtual_clock_alone(transport):
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-@pytest.mark.parametrize("op", ["all_reduce", "recv", "send", "broadcast"])
+@pytest.mark.parametrize("op", ["all_reduce", "receive", "send", "broadcast"])
 def test_a_lost_peer_is_named_with_the_operation(transport, op, how):
     limits = Limits(dead_s=0.5)
     outcome = run_program(transport, programs.lose_one, SIZE, op=op, how=how, limits=limits)
@@ -202,7 +202,7 @@ def test_a_wait_for_a_busy_peer_has_a_limit(transport):
     limits = Limits(progress_limit_s=0.6)
     outcome = run_program(transport, programs.wait_too_long, 2, limits=limits)
     ranks, op, waited_s = outcome.values[0]
-    assert (ranks, op) == ([1], "recv from rank 1")
+    assert (ranks, op) == ([1], "receive from rank 1")
     assert waited_s >= 0.6
 
 

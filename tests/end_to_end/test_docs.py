@@ -257,9 +257,12 @@ def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
         def watched(*loaders, **how):
             class Loader:
                 def __iter__(self):
-                    begun[worker.rank, worker.comm.incarnation(worker.rank)] += 1
+                    members = worker.comm.members
+                    begun[worker.rank, members.incarnation(worker.rank)] += 1
                     for number, batch in enumerate(paced):
-                        begun[worker.rank, worker.comm.incarnation(worker.rank)] -= number == 0
+                        begun[worker.rank, worker.comm.members.incarnation(worker.rank)] -= (
+                            number == 0
+                        )
                         yield batch
 
             paced = share(*loaders, **how)

@@ -215,7 +215,7 @@ def test_init_alone_is_a_world_of_one(monkeypatch, one_thread, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     with torch.random.fork_rng(), pl.init(seed=9, out=tmp_path / "init") as worker:
-        assert (worker.rank, worker.size, worker.comm.alive()) == (0, 1, (0,))
+        assert (worker.rank, worker.size, worker.comm.members.alive()) == (0, 1, (0,))
         runs.train(worker)
     pl.launch(runs.train, workers=1, seed=9, out=tmp_path / "launch")
     assert model_in(tmp_path / "init") == model_in(tmp_path / "launch")

@@ -187,17 +187,17 @@ def post_vectors(transport, channel, argument):
     with joined(transport, argument, "allreduce") as worker:
         comm, listening = worker.comm, addresses_listened_at()
         if comm.rank == 0:
-            comm.post(x, 1, tag=5)
+            comm.board.post(x, 1, tag=5)
             comm.send(small, 1, tag=6)
-            comm.recv(small, 1, tag=6)
-            comm.post(x, 1, tag=7)
+            comm.receive(small, 1, tag=6)
+            comm.board.post(x, 1, tag=7)
             return [listening]
-        comm.recv(small, 0, tag=6)  # the first vector has been announced by now
-        first = polled = comm.poll(x, tag=5)
+        comm.receive(small, 0, tag=6)  # the first vector has been announced by now
+        first = polled = comm.board.poll(x, tag=5)
         while not polled:
-            polled = comm.poll(x, tag=5)
+            polled = comm.board.poll(x, tag=5)
         comm.send(small, 0, tag=6)
-        both = [polled[0][1], comm.recv(x, 0, tag=7)]
+        both = [polled[0][1], comm.receive(x, 0, tag=7).x]
         return [listening, not first, [bool((got == x).all()) for got in both]]
 
 

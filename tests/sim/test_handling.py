@@ -39,23 +39,23 @@ def run(body, size=2, **cluster):
 
 def send(comm, x):
     if comm.rank == 0:
-        comm.post(x, 1)
+        comm.board.post(x, 1)
     else:
-        comm.recv(x, 0)
+        comm.receive(x, 0)
 
 
 def rendezvous(comm, x):
     if comm.rank == 0:
         comm.send(x, 1)
     else:
-        comm.recv(x, 0)
+        comm.receive(x, 0)
 
 
 def look(comm, x):
-    comm.publish(x)
+    comm.board.publish(x)
     comm.barrier()
     if comm.rank == 0:
-        comm.peek(1)
+        comm.board.peek(1)
     comm.barrier()  # stay to be looked at
 
 
@@ -68,12 +68,12 @@ def ask_a_server(comm, x):
         comm.send(x, 1)
     else:
         comm.clock.mark_as_server()
-        comm.recv(x, 0)
+        comm.receive(x, 0)
 
 
 def measure_only(comm, x):
-    comm.off_meter().all_reduce(x)
-    comm.off_meter().peek(1 - comm.rank)
+    comm.group(metered=False).all_reduce(x)
+    comm.group(metered=False).board.peek(1 - comm.rank)
 
 
 @pytest.mark.parametrize(

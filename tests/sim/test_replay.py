@@ -269,7 +269,7 @@ def test_who_is_here_is_noted_when_it_changes(tmp_path):
         worker.comm.clock.charge(worker.rank * 1.0)
         for _ in range(4):
             worker.comm.clock.charge(0.4)
-            worker.comm.alive()
+            worker.comm.members.alive()
 
     pl.simulate(leave_in_turn, workers=3, cluster="ideal", out=tmp_path)
     told = {

@@ -200,7 +200,7 @@ def test_a_worker_joins_when_it_is_told():
             return joined_s
         seen = []
         while not seen or 2 not in seen[-1]:
-            seen.append(comm.alive())
+            seen.append(comm.members.alive())
             comm.clock.charge(0.5)
         return seen
 
@@ -229,7 +229,7 @@ def test_a_program_that_would_hang_on_gloo_is_refused_with_every_rank_named():
     def hang(worker):
         comm, other = worker.comm, 1 - worker.rank
         comm.send(torch.ones(1), other)
-        comm.recv(torch.ones(1), other)
+        comm.receive(torch.ones(1), other)
 
     with pytest.raises(pl.Deadlock) as caught:
         pl.simulate(hang, workers=2)
@@ -383,15 +383,15 @@ def talk(transport, channel, argument):
         comm.all_reduce(x)
     elif way == "peek":
         if comm.rank == 0:
-            comm.publish(x)
+            comm.board.publish(x)
             comm.clock.charge(100.0)
         elif comm.rank == 1:
             comm.clock.charge(1e-6)
-            comm.peek(0)
+            comm.board.peek(0)
     elif comm.rank == 0:
         (comm.send if way == "send" else comm.post)(x, 1)
     elif comm.rank == 1:
-        comm.recv(x, 0)
+        comm.receive(x, 0)
     return comm.clock.now()
 
 
@@ -427,13 +427,13 @@ def test_two_messages_over_a_cut_link_keep_their_order_and_queue_at_the_card():
     def program(transport, channel, argument):
         comm = Comm(transport)
         if comm.rank == 0:
-            comm.post(torch.full((125_000,), 1.0), 1)
+            comm.board.post(torch.full((125_000,), 1.0), 1)
             comm.clock.charge(3.0)
-            comm.post(torch.full((125_000,), 2.0), 1)
+            comm.board.post(torch.full((125_000,), 2.0), 1)
             return None
         like, taken = torch.zeros(125_000), []
         for _ in range(2):
-            taken.append((comm.recv(like, 0)[0].item(), comm.clock.now()))
+            taken.append((comm.receive(like, 0).x[0].item(), comm.clock.now()))
         return taken
 
     from support.worlds import run_program

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.comm.comm import Comm
-from paceline.comm.ports import Lost
+from paceline.comm.ports import SHELF, Lost
 from paceline.common.faults import freeze, kill
 from paceline.errors import CommTimeout, MessageMismatch, PeerLost, PeersGone
 
@@ -38,7 +38,7 @@ def die(ports: Any, how: str) -> None:
 
 def who_is_here(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
-    alive = comm.alive()
+    alive = comm.members.alive()
     comm.barrier()
     return [comm.rank, comm.size, list(alive)]
 
@@ -52,7 +52,7 @@ def send_and_receive(ports: Any, channel: Any, argument: Any) -> Any:
         if comm.rank == 0:
             comm.send(x, 1, tag=5)
         elif comm.rank == 1:
-            y = comm.recv(x, 0, tag=5)
+            y = comm.receive(x, 0, tag=5).x
             got.append(bool((y == x).all()) and y.shape == x.shape and y.dtype == dtype)
     comm.barrier()
     return got
@@ -62,12 +62,12 @@ def order_and_tags(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 0 posts twice with tag 1, then sends with tag 2; rank 1 receives tag 2 first."""
     comm = Comm(ports)
     if comm.rank == 0:
-        comm.post(vector(1), 1, tag=1)
-        comm.post(vector(2), 1, tag=1)
+        comm.board.post(vector(1), 1, tag=1)
+        comm.board.post(vector(2), 1, tag=1)
         comm.send(vector(3), 1, tag=2)
         return None
-    third = comm.recv(vector(0), 0, tag=2)
-    first, second = comm.recv(vector(0), 0, tag=1), comm.recv(vector(0), 0, tag=1)
+    third = comm.receive(vector(0), 0, tag=2).x
+    first, second = comm.receive(vector(0), 0, tag=1).x, comm.receive(vector(0), 0, tag=1).x
     return [third.item(), first.item(), second.item()]
 
 
@@ -76,13 +76,13 @@ def send_waits(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
     if comm.rank == 0:
         sending = ports.mail.start_send(vector(1), 1, 0, b"")
-        comm.post(vector(0), 1, tag=9)  # only now may rank 1 take it
+        comm.board.post(vector(0), 1, tag=9)  # only now may rank 1 take it
         sending.wait()
         return comm.clock.now()
-    comm.recv(vector(0), 0, tag=9)
+    comm.receive(vector(0), 0, tag=9)
     pause(comm)
     before_s = comm.clock.now()
-    comm.recv(vector(0), 0)
+    comm.receive(vector(0), 0)
     return before_s
 
 
@@ -105,14 +105,14 @@ def headers(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
     x, empty = vector(1, 2, 3), vector()
     if comm.rank == 0:
-        comm.publish(x, header=b"window")
-        comm.post(x, 1, header=b"posted!")
-        comm.post(empty, 1, tag=1, header=b"no vector")
+        comm.board.publish(x, header=b"window")
+        comm.board.post(x, 1, header=b"posted!")
+        comm.board.post(empty, 1, tag=1, header=b"no vector")
         comm.send(x, 1, tag=2, header=b"sent")
         comm.barrier()
         return None
     got = [comm.receive(x, 0), comm.receive(empty, 0, tag=1), comm.receive(x, 0, tag=2)]
-    seen = comm.peek(0, x)
+    seen = comm.board.peek(0, x)
     comm.barrier()
     return [[m.header.decode(), m.x.tolist()] for m in (*got, seen)]
 
@@ -131,20 +131,20 @@ def post_and_poll(ports: Any, channel: Any, argument: Any) -> Any:
         x = vector(1)
         posted = []
         for number in range(4):
-            posted.append(comm.post(x.fill_(number), 1))
+            posted.append(comm.board.post(x.fill_(number), 1))
         x.fill_(99)
         comm.send(vector(0), 1, tag=1)
-        comm.recv(vector(0), 1, tag=2)  # the mailbox is empty again
-        posted.append(comm.post(x.fill_(7), 1))
+        comm.receive(vector(0), 1, tag=2)  # the mailbox is empty again
+        posted.append(comm.board.post(x.fill_(7), 1))
         return posted
-    empty = comm.poll(vector(0), tag=3)
-    comm.recv(vector(0), 0, tag=1)
-    taken = comm.poll(vector(0))
+    empty = comm.board.poll(vector(0), tag=3)
+    comm.receive(vector(0), 0, tag=1)
+    taken = comm.board.poll(vector(0))
     while len(taken) < 2:
         pause(comm)
-        taken += comm.poll(vector(0))
+        taken += comm.board.poll(vector(0))
     comm.send(vector(0), 0, tag=2)
-    last = comm.recv(vector(0), 0)
+    last = comm.receive(vector(0), 0).x
     return [empty, [[m.src, m.x.item()] for m in taken], last.item()]
 
 
@@ -154,14 +154,14 @@ def publish_and_peek(ports: Any, channel: Any, argument: Any) -> Any:
     numel, count = argument["numel"], argument["count"]
     if comm.rank == 0:
         comm.barrier()
-        versions = [comm.publish(torch.full((numel,), float(n))) for n in range(1, count + 1)]
+        versions = [comm.board.publish(torch.full((numel,), float(n))) for n in range(1, count + 1)]
         comm.barrier()
         return versions == list(range(1, count + 1))
-    unpublished = comm.peek(0)
+    unpublished = comm.board.peek(0)
     comm.barrier()
     last, torn, backwards, wrong, reads = 0, 0, 0, 0, 0
     while last < count:
-        seen = comm.peek(0, torch.empty(numel))
+        seen = comm.board.peek(0, torch.empty(numel))
         if seen is None:
             pause(comm)
             continue
@@ -177,19 +177,19 @@ def publish_and_peek(ports: Any, channel: Any, argument: Any) -> Any:
 def shelve_and_look(ports: Any, channel: Any, argument: Any) -> Any:
     """Each rank fills its shelves, one of them twice, beside its window; all look at the others."""
     comm = Comm(ports)
-    before = [comm.shelved(peer, 0) for peer in range(comm.size) if peer != comm.rank]
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    before = [comm.board.peek(peer, window=SHELF, gone=True) for peer in others]
     comm.barrier()
     for number in range(2):
-        comm.shelve(vector(10 * comm.rank + number), 0)
-    comm.shelve(torch.full((3,), comm.rank, dtype=torch.uint8), 1)
-    comm.publish(vector(-1))
+        comm.board.publish(vector(10 * comm.rank + number), window=SHELF)
+    comm.board.publish(torch.full((3,), comm.rank, dtype=torch.uint8), window=SHELF + 1)
+    comm.board.publish(vector(-1))
     comm.barrier()
-    seen = []
-    for peer in range(comm.size):
-        if peer != comm.rank:
-            one, other = comm.shelved(peer, 0), comm.shelved(peer, 1)
-            assert one is not None and other is not None
-            seen.append([one.item(), other.tolist()])
+    shelves = (SHELF, SHELF + 1)
+    seen = [
+        [comm.board.peek(peer, window=shelf, gone=True).x.tolist() for shelf in shelves]
+        for peer in others
+    ]
     comm.barrier()
     return [before, seen]
 
@@ -248,7 +248,7 @@ def groups(ports: Any, channel: Any, argument: Any) -> Any:
     """Even and odd ranks reduce separately at the same time; then all ranks together."""
     comm = Comm(ports)
     group = comm.group([rank for rank in range(comm.size) if rank % 2 == comm.rank % 2])
-    x, alive = vector(comm.rank), list(group.alive())
+    x, alive = vector(comm.rank), list(group.members.alive())
     count = group.all_reduce(x).weight
     neighbor = (group.rank + 1) % group.size
     y = group.exchange(vector(comm.rank), neighbor, (group.rank - 1) % group.size)
@@ -260,14 +260,14 @@ def groups(ports: Any, channel: Any, argument: Any) -> Any:
 def mismatched_messages(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
     if comm.rank == 0:
-        comm.post(torch.zeros(3), 1)
-        comm.post(torch.zeros(2, dtype=torch.float64), 1)
-        comm.recv(vector(0), 1, tag=1)
+        comm.board.post(torch.zeros(3), 1)
+        comm.board.post(torch.zeros(2, dtype=torch.float64), 1)
+        comm.receive(vector(0), 1, tag=1)
         return None
     errors = []
     for _ in range(2):
         try:
-            comm.recv(torch.zeros(2), 0)
+            comm.receive(torch.zeros(2), 0)
         except MessageMismatch as error:
             errors.append(str(error))
     comm.send(vector(0), 0, tag=1)
@@ -286,13 +286,13 @@ def mismatched_collective(ports: Any, channel: Any, argument: Any) -> Any:
 def retire_one_by_one(ports: Any, channel: Any, argument: Any) -> Any:
     """All ranks see that a worker has come to the end of its data; it is still a member."""
     comm = Comm(ports)
-    before = sorted(comm.finished())
+    before = sorted(comm.members.finished())
     comm.barrier()
     if comm.rank == 1:
         ports.queue.mark_finished()
-    while 1 not in comm.finished():
+    while 1 not in comm.members.finished():
         pause(comm)
-    seen = [before, sorted(comm.finished()), sorted(comm.alive())]
+    seen = [before, sorted(comm.members.finished()), sorted(comm.members.alive())]
     comm.barrier()
     return seen
 
@@ -312,7 +312,7 @@ def server_and_leavers(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 0 serves until every other rank has left; their messages are not lost."""
     comm = Comm(ports)
     if comm.rank:
-        comm.post(vector(comm.rank), 0)
+        comm.board.post(vector(comm.rank), 0)
         return None
     got = []
     try:
@@ -322,12 +322,13 @@ def server_and_leavers(ports: Any, channel: Any, argument: Any) -> Any:
                 got.append(message.x.item())
     except PeersGone:
         pass
-    silent = comm.post(vector(0), 1)
-    unseen = comm.peek(1)
+    silent = comm.board.post(vector(0), 1)
+    unseen = comm.board.peek(1)
     try:
-        comm.recv(vector(0), 1)
+        _ = comm.receive(vector(0), 1).x
     except PeerLost as lost:
-        return [sorted(got), silent, unseen, list(comm.alive()), list(lost.ranks), lost.reason]
+        alive = list(comm.members.alive())
+        return [sorted(got), silent, unseen, alive, list(lost.ranks), lost.reason]
     return None
 
 
@@ -336,9 +337,9 @@ def messages_and_losses(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
     comm.barrier()
     if comm.rank == 3:
-        comm.recv(vector(0), 0, tag=1)
+        comm.receive(vector(0), 0, tag=1)
     if comm.rank:
-        comm.post(vector(comm.rank), 0)
+        comm.board.post(vector(comm.rank), 0)
         if comm.rank == 2 and argument["how"]:
             die(ports, argument["how"])
         return None
@@ -347,7 +348,7 @@ def messages_and_losses(ports: Any, channel: Any, argument: Any) -> Any:
         while True:
             got = comm.receive_any(vector(0))
             heard.append([got.rank, None] if isinstance(got, Lost) else [got.src, got.x.item()])
-            if [1, None] in heard and [2, None] in heard and comm.post(vector(0), 3, tag=1):
+            if [1, None] in heard and [2, None] in heard and comm.board.post(vector(0), 3, tag=1):
                 channel.send({"kind": "heard", "heard": heard})
     except PeersGone:
         return heard
@@ -369,14 +370,14 @@ def lose_one(ports: Any, channel: Any, argument: Any) -> Any:
     try:
         if argument["op"] == "all_reduce":
             comm.all_reduce(vector(1))
-        elif argument["op"] == "recv":
-            comm.recv(vector(1), 2)
+        elif argument["op"] == "receive":
+            _ = comm.receive(vector(1), 2).x
         elif argument["op"] == "send":
             comm.send(vector(1), 2)
         elif argument["op"] == "broadcast":
             comm.broadcast(vector(1), 2)
     except PeerLost as lost:
-        alive = list(comm.alive())
+        alive = list(comm.members.alive())
         told = {"kind": "lost", "ranks": list(lost.ranks), "op": lost.op, "reason": lost.reason}
         channel.send({**told, "alive": alive})
         raise
@@ -392,7 +393,7 @@ def arrive_then_die(ports: Any, channel: Any, argument: Any) -> Any:
             ports.world.calendar.call(0.1, lambda: ports.world.inject(kill(rank=2)))
         else:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while comm.rank != 2 and 2 in comm.alive():
+    while comm.rank != 2 and 2 in comm.members.alive():
         pause(comm)
     try:
         comm.all_reduce(x)
@@ -405,13 +406,13 @@ def wait_too_long(ports: Any, channel: Any, argument: Any) -> Any:
     """Rank 1 is alive and never comes; rank 0 gives up, then lets it go."""
     comm = Comm(ports)
     if comm.rank == 1:
-        while not comm.poll(vector(0), tag=1):
+        while not comm.board.poll(vector(0), tag=1):
             pause(comm)
         return None
     try:
-        comm.recv(vector(0), 1)
+        comm.receive(vector(0), 1)
     except CommTimeout as timeout:
-        comm.post(vector(0), 1, tag=1)
+        comm.board.post(vector(0), 1, tag=1)
         return [list(timeout.ranks), timeout.op, timeout.waited_s]
     return None
 

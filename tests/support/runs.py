@@ -100,6 +100,10 @@ def train_through_losses(
     loader = DataLoader(TensorDataset(torch.arange(samples), x), batch_size=4, shuffle=True)
     batches = worker.setup_dataloaders(loader)
     epoch = steps = 0
+
+    def lost() -> frozenset[int]:
+        return worker._session.world.members.view().lost
+
     while epoch < epochs or (
         until_incarnation and not has_joined(worker._session.world, victim, until_incarnation)
     ):
@@ -109,15 +113,15 @@ def train_through_losses(
             sgd.step()
             worker.log(epoch=batches.epoch - 1, taken=" ".join(map(str, numbers.tolist())))
             steps += 1
-            while until_lost and steps == 4 and victim not in worker._session.world.lost():
+            while until_lost and steps == 4 and victim not in lost():
                 time.sleep(0.001)  # the epoch must last until then
             if pids is not None and worker.rank == 0:
                 pid = int(Path(pids, str(victim)).read_text())
                 if steps == 4 and not thaws:
                     os.kill(pid, signal.SIGSTOP if stop_until_lost else signal.SIGKILL)
-                    while stop_until_lost and victim not in worker._session.world.lost():
+                    while stop_until_lost and victim not in lost():
                         time.sleep(0.001)
-                if (thaws or stop_until_lost) and victim in worker._session.world.lost():
+                if (thaws or stop_until_lost) and victim in lost():
                     with suppress(ProcessLookupError):  # the launcher may have ended it
                         os.kill(pid, signal.SIGCONT)
         epoch += 1
@@ -147,8 +151,8 @@ def train_with_looks(worker: pl.Worker) -> None:
 
 def has_joined(comm: pl.Comm, rank: int, incarnation: int) -> bool:
     """Whether ``rank`` is, or was, a member in this incarnation; not while it is joining."""
-    return comm.incarnation(rank) >= incarnation and (
-        rank in comm.alive() or rank in comm.departed()
+    return comm.members.incarnation(rank) >= incarnation and (
+        rank in comm.members.alive() or rank in comm.members.view().departed
     )
 
 

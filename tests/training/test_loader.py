@@ -397,13 +397,13 @@ def test_what_a_worker_had_drawn_before_it_was_left_behind_counts_once(ahead, ev
         loader = worker.setup_dataloaders(DataLoader(numbers(240), batch_size=4, **ahead))
         mine = []
         for number, (x,) in enumerate(loader):
-            life = worker.comm.incarnation(worker.rank)
+            life = worker.comm.members.incarnation(worker.rank)
             mine = [(its, x) for its, x in mine if its == life] + [(life, x)]
             net(x).sum().backward()
             if number % every == every - 1:
                 assert net.weight.grad.item() == sum(x.sum() for _, x in mine)
                 sgd.step()
-                if worker.comm.incarnation(worker.rank) == life:
+                if worker.comm.members.incarnation(worker.rank) == life:
                     taken.extend(int(i) for _, x in mine for i in x)
                 sgd.zero_grad()
                 mine = []

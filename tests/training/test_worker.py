@@ -174,7 +174,7 @@ class OneServer(pl.Strategy):
 
     def step(self, x, g):
         self.comm.send(g.vector, self.workers)
-        x.copy_(self.comm.recv(x, self.workers))
+        x.copy_(self.comm.receive(x, self.workers).x)
 
     def serve(self, x):
         while True:

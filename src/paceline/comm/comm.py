@@ -1,25 +1,17 @@
 """What a strategy sees of the world: :class:`Comm`, written once on top of a world's ports.
 
-``docs/comm-contract.md`` has the contract in full.
+What a Comm does may wait for other ranks; its ``board`` never waits, and its ``members`` say who is
+here. ``docs/comm-contract.md`` has the contract in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.comm.ports import (
-    PUBLISHED,
-    SAVED,
-    SHELF,
-    Factor,
-    Lost,
-    Message,
-    Ports,
-    Published,
-    Total,
-)
-from paceline.comm.ranks import Gone, Others, Ranks, everyone, ranks
+from paceline.comm.ports import PUBLISHED, Factor, Lost, Message, Ports, Published, Total, View
+from paceline.comm.ranks import Gone, Others, Ranks, everyone
+from paceline.comm.ranks import ranks as as_ranks
 from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +22,7 @@ CHANGE_S = 30.0
 
 
 class Comm:
-    """Who is here, and how to talk to them: all that a strategy knows of the world.
+    """Messages and collectives among the ranks of a group, which it counts from 0.
 
     Vectors are contiguous tensors. ``tag`` keeps messages of different meaning apart; between
     two ranks and within a tag, messages keep their order. A ``header`` of bytes travels beside the
@@ -38,66 +30,76 @@ class Comm:
 
     Args:
         ports: this rank's place in the world.
-        members: the ranks of a group; all, when not given.
+        ranks: the world's ranks that form the group; all, when not given.
         elastic: whether collectives go on among those that are left when a member is lost.
 
     Attributes:
+        board: what ranks leave for others without waiting for them.
+        members: who is here.
         clock: the world's clock.
         rank: this rank, within the group.
         size: how many ranks the group has.
+        present: who took part in the last collective; the same on all who did.
         collectives_done: how many collectives this rank has taken part in here.
     """
 
     def __init__(
-        self, ports: Ports, members: Sequence[int] | None = None, elastic: bool = False
+        self, ports: Ports, ranks: Sequence[int] | None = None, elastic: bool = False
     ) -> None:
         self.ports, self.elastic, self.clock = ports, elastic, ports.clock
-        self.members = everyone(ports.size) if members is None else ranks(tuple(members))
-        self.rank = self.members.index_of[ports.rank]
-        self.size = len(self.members)
+        self.ranks = everyone(ports.size) if ranks is None else as_ranks(tuple(ranks))
+        self.rank = self.ranks.index_of[ports.rank]
+        self.size = len(self.ranks)
+        self.members = GroupMembers(ports, self.ranks)
+        self.board = Board(ports, self.ranks)
+        self.present: Sequence[int] = everyone(self.size)
         self.collectives_done = 0
         self._mail, self._world = ports.mail, ports.members
         self._all_reduce = ports.collectives.all_reduce
-        self._others = Others(self.members, ports.rank)
-        self._alive: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._window: tuple[int, Any] | None = None
+        self._others = Others(self.ranks, ports.rank)
         self._gone = Gone(self._world.incarnation)
         # A late joiner starts from the current incarnations: losses before it joined must not be
         # reported to it.
-        known = self.members if self._world.late else ()
+        known = self.ranks if self._world.late else ()
         self._incarnations = {rank: self._world.incarnation(rank) for rank in known}
         self._version = -1
         self._early: dict[int, tuple[int, Message]] = {}
         self._left_out: frozenset[tuple[int, int]] = frozenset()
 
-    def off_meter(self) -> Comm:
-        """The same for what only measures the run: nothing counts, and no virtual time passes."""
-        return Comm(self.ports.off_meter(), self.members, self.elastic)
-
-    def group(self, ranks: Sequence[int], strict: bool = False) -> Comm:
+    def group(
+        self, ranks: Sequence[int] | None = None, strict: bool = False, metered: bool = True
+    ) -> Comm:
         """The same contract among some of the ranks, which it counts from 0 in their order.
 
-        A ``strict`` one never goes on by itself without a lost member: the caller gets the error.
+        Args:
+            ranks: of the group; all, when not given.
+            strict: never go on without a lost member: the caller gets the error.
+            metered: whether its messages count and take virtual time; not, where they only
+                measure the run.
         """
-        if self.rank not in ranks or len(set(ranks)) != len(ranks):
-            raise UsageError(f"group {tuple(ranks)} must hold rank {self.rank}, and each rank once")
-        elastic = self.elastic and not strict
-        return Comm(self.ports, [self.members[rank] for rank in ranks], elastic)
+        members = range(self.size) if ranks is None else ranks
+        if self.rank not in members or len(set(members)) != len(members):
+            raise UsageError(
+                f"group {tuple(members)} must hold rank {self.rank}, and each rank once"
+            )
+        ports = self.ports if metered else self.ports.off_meter()
+        return Comm(ports, [self.ranks[rank] for rank in members], self.elastic and not strict)
 
-    # Two-sided -----------------------------------------------------------------------------------
+    # Messages ------------------------------------------------------------------------------------
 
     def send(self, x: Tensor, dst: int, tag: int = 0, header: bytes = b"") -> None:
         """Send ``x``; return when ``dst`` has taken it. Never rely on buffering."""
-        _raise(self._mail.start_send(_vector(x), self._peer(dst), tag, header).wait())
-
-    def recv(self, like: Tensor, src: int, tag: int = 0) -> Tensor:
-        """Wait for a message from ``src`` that has the size and dtype of ``like``."""
-        return _raise(self.receive(like, src, tag)).x
+        lost = self._mail.start_send(_vector(x), self._peer(dst), tag, header).wait()
+        if lost is not None:
+            raise lost.error
 
     def receive(self, like: Tensor, src: int, tag: int = 0) -> Message | Lost:
-        """As :meth:`recv`, with its header; the loss of ``src`` is returned, not raised."""
+        """Wait for a message from ``src`` that has the size and dtype of ``like``.
+
+        The loss of ``src`` is returned in place of a message, and its ``x`` raises.
+        """
         peer = self._peer(src)
-        got = self._mail.receive(like, (peer,), tag, f"recv from rank {peer}")
+        got = self._mail.receive(like, (peer,), tag, f"receive from rank {peer}")
         return got if isinstance(got, Lost) else got._replace(src=src)
 
     def receive_any(self, like: Tensor, tag: int = 0) -> Message | Lost:
@@ -109,13 +111,13 @@ class Comm:
         Raises:
             PeersGone: every other rank is gone, and nothing is left to take.
         """
-        index_of = self.members.index_of
+        index_of = self.ranks.index_of
         if (rank := self._unreported_loss()) is not None:
             return Lost((index_of[rank],), "receive_any", "it was lost, and has come again")
         incarnation, early = self._early.pop(tag, (0, None))
         if early is not None and self._world.incarnation(early.src) == incarnation:
             return early._replace(src=index_of[early.src])
-        sources = Others(self.members, self.ports.rank, self._gone)
+        sources = Others(self.ranks, self.ports.rank, self._gone)
         if not sources:
             raise PeersGone
         got = self._mail.receive(like, sources, tag, "receive_any", any_loss=True)
@@ -126,6 +128,14 @@ class Comm:
             self._early[tag] = incarnation, got  # the loss of its predecessor comes first
             return self.receive_any(like, tag)
         return got._replace(src=index_of[got.src])
+
+    def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:
+        """Send to ``dst`` while receiving from ``src``: the idiom of rings and pairs."""
+        sending = self._mail.start_send(_vector(x), self._peer(dst), tag, b"")
+        received = self.receive(x, src, tag).x
+        if (lost := sending.wait()) is not None:
+            raise lost.error
+        return received
 
     def _unreported_loss(self) -> int | None:
         """A member that was lost and has come again before its loss was returned."""
@@ -140,136 +150,6 @@ class Comm:
                     return rank
         self._version = version
         return None
-
-    def exchange(self, x: Tensor, dst: int, src: int, tag: int = 0) -> Tensor:
-        """Send to ``dst`` while receiving from ``src``: the idiom of rings and pairs."""
-        sending = self._mail.start_send(_vector(x), self._peer(dst), tag, b"")
-        received = self.recv(x, src, tag)
-        _raise(sending.wait())
-        return received
-
-    # One-sided -----------------------------------------------------------------------------------
-
-    def post(self, x: Tensor, dst: int, tag: int = 0, header: bytes = b"") -> bool:
-        """Leave a copy of ``x`` for ``dst`` and go on; False when its mailbox is full or gone."""
-        return self._mail.post(_vector(x), self._peer(dst), tag, header)
-
-    def poll(self, like: Tensor, tag: int = 0) -> list[Message]:
-        """Take all messages that have arrived. Never waits."""
-        messages = []
-        while (message := self._mail.try_receive(like, self._others, tag)) is not None:
-            messages.append(message._replace(src=self.members.index_of[message.src]))
-        return messages
-
-    def publish(self, x: Tensor, header: bytes = b"") -> int:
-        """Let peers read a copy of ``x``; return its version, from 1.
-
-        Sizes and dtype are those of the first time.
-        """
-        vector = _vector(x)
-        shape = (vector.numel(), vector.dtype)
-        if self._window not in (None, shape):
-            raise MessageMismatch(
-                f"publish of {shape[0]} x {shape[1]}: the window holds {self._window[0]} x"
-                f" {self._window[1]}, as it was published first"
-            )
-        self._window = shape
-        return self._mail.publish(vector, header)
-
-    def peek(self, src: int, like: Tensor | None = None) -> Published | None:
-        """What ``src`` last published, whole, and its version; None before the first.
-
-        With ``like``, a vector of another size or dtype is refused.
-        """
-        return self._mail.peek(self._peer(src), like)
-
-    # Windows that outlive their rank -------------------------------------------------------------
-
-    def last_published(self, like: Tensor, rank: int) -> Published | None:
-        """What any incarnation of ``rank`` published last; None when none ever did."""
-        return self._mail.peek(self.members[rank], _vector(like), PUBLISHED, gone=True)
-
-    def save_for_successor(self, x: Tensor) -> None:
-        """Leave a copy of ``x`` for the next incarnation of this rank; its size never changes."""
-        self._mail.publish(_vector(x), window=SAVED)
-
-    def saved_by_predecessor(self) -> Tensor | None:
-        """What an earlier incarnation of this rank saved last."""
-        saved = self._mail.peek(self.ports.rank, None, SAVED, gone=True)
-        return None if saved is None else saved.x
-
-    def shelve(self, x: Tensor, shelf: int) -> None:
-        """Let others read a copy of ``x``, also when this rank is gone; its size never changes.
-
-        Shelves 0 and 1 are the worker's own, for what the model holds beside its parameters.
-        """
-        self._mail.publish(_vector(x), window=SHELF + shelf)
-
-    def shelved(self, rank: int, shelf: int) -> Tensor | None:
-        """What any incarnation of ``rank`` put on that shelf last."""
-        left = self._mail.peek(self.members[rank], None, SHELF + shelf, gone=True)
-        return None if left is None else left.x
-
-    # Members -------------------------------------------------------------------------------------
-
-    def alive(self) -> tuple[int, ...]:
-        """The ranks that have neither died nor departed, this one included."""
-        alive = self._world.alive()
-        if self._alive is None or self._alive[0] is not alive:
-            here = set(alive)
-            members = tuple(rank for rank, world in enumerate(self.members) if world in here)
-            self._alive = (alive, ranks(members))
-        return self._alive[1]
-
-    def starters(self) -> tuple[int, ...]:
-        """The ranks that are here from the beginning; others come later."""
-        return tuple(sorted(self._own(frozenset(self._world.starters))))
-
-    def incarnation(self, rank: int) -> int:
-        """Which incarnation of ``rank`` this is, from 1: it grows when a lost rank comes again."""
-        return self._world.incarnation(self.members[rank])
-
-    def last_ended(self, rank: int) -> int:
-        """The last incarnation of ``rank`` that ended: the present one, or the one before."""
-        return self._world.view().last_ended(self.members[rank])
-
-    def lost(self) -> frozenset[int]:
-        """The ranks that died, or were stopped for too long, and have not come again."""
-        return self._own(self._world.view().lost)
-
-    def departed(self) -> frozenset[int]:
-        """The ranks that came to their end."""
-        return self._own(self._world.view().departed)
-
-    def stopped(self) -> frozenset[int]:
-        """The ranks that are stopped now: not lost yet, but what they published is old."""
-        return self._own(self._world.view().stopped)
-
-    def finished(self) -> frozenset[int]:
-        """The workers that have come to the end of their data and wait for the others."""
-        return self._own(self.ports.queue.finished())
-
-    def final_roster(self) -> list[tuple[int, int]]:
-        """The members, each with its incarnation, as they were when the first rank asked this.
-
-        All who ask get the same, and so can act together.
-        """
-        index_of = self.members.index_of
-        return [(index_of[r], number) for r, number in self._world.final_roster() if r in index_of]
-
-    def wait_for_successor(self, rank: int, incarnation: int) -> None:
-        """Wait until a later incarnation of ``rank`` than this is a member."""
-        self._world.wait_for_successor(self.members[rank], incarnation)
-
-    def wait_for_change(self, error: Exception) -> None:
-        """Wait until a rank has come or gone; raise ``error`` when none does for a long time."""
-        if not self._world.wait_for_change(CHANGE_S):
-            raise PeerLost(self.members, "joining", "nobody is left", CHANGE_S) from error
-
-    def _own(self, world: frozenset[int]) -> frozenset[int]:
-        """Those of the world's ranks that are in this group, as it counts them."""
-        index_of = self.members.index_of
-        return frozenset(index_of[rank] for rank in world if rank in index_of)
 
     # Collectives ---------------------------------------------------------------------------------
 
@@ -293,24 +173,26 @@ class Comm:
             raise UsageError(f"weight ({weight}) must be at least 0")
         vector = _vector(x)
         while True:
+            members = self._without_missed()
             try:
-                total = self._all_reduce(vector, weight, self._present(), factor, flags)
+                total = self._all_reduce(vector, weight, members, factor, flags)
             except PeerLost as lost:
                 self._leave_out(lost)
             else:
-                self.collectives_done += 1
+                self._took_part(members)
                 return total
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Make ``x`` equal to that of ``src`` on every rank."""
-        source, vector = self._peer(src, may_be_self=True), _vector(x)
+        source, vector = _rank_of_world(src, self.ranks), _vector(x)
         while True:
+            members = self._without_missed()
             try:
-                self.ports.collectives.broadcast(vector, source, self._present())
+                self.ports.collectives.broadcast(vector, source, members)
             except PeerLost as lost:
                 self._leave_out(lost, source)
             else:
-                self.collectives_done += 1
+                self._took_part(members)
                 return
 
     def barrier(self) -> None:
@@ -319,11 +201,10 @@ class Comm:
 
         self.all_reduce(torch.empty(0))
 
-    def present(self) -> tuple[int, ...]:
-        """Who took part in the last collective; the same on all who did."""
-        if not self._left_out:
-            return everyone(self.size)
-        return tuple(self.members.index_of[rank] for rank in self._present())
+    def _took_part(self, members: Ranks) -> None:
+        self.collectives_done += 1
+        if members is not self.ranks:
+            self.present = tuple(self.ranks.index_of[rank] for rank in members)
 
     def _leave_out(self, lost: PeerLost, needed: int = -1) -> None:
         """Go on without the ranks that a collective missed; raise if that must not be.
@@ -336,28 +217,135 @@ class Comm:
         ended = self._world.view().last_ended
         self._left_out |= {(rank, ended(rank)) for rank in lost.ranks}
 
-    def _present(self) -> Ranks:
+    def _without_missed(self) -> Ranks:
         """The members without those that were missed, unless they have come again."""
         if not self._left_out:
-            return self.members
+            return self.ranks
         number = self._world.incarnation
-        return ranks(tuple(r for r in self.members if (r, number(r)) not in self._left_out))
+        return as_ranks(tuple(r for r in self.ranks if (r, number(r)) not in self._left_out))
 
-    def _peer(self, rank: int, may_be_self: bool = False) -> int:
-        if not 0 <= rank < self.size or (rank == self.rank and not may_be_self):
-            others = f"0 to {self.size - 1}" + ("" if may_be_self else f", not {self.rank} itself")
-            raise UsageError(f"peer ({rank}) must be a rank of this group: {others}")
-        return self.members[rank]
+    def _peer(self, rank: int) -> int:
+        return _rank_of_world(rank, self.ranks, self.rank)
 
 
-M = TypeVar("M")
+class Board:
+    """What the ranks of a group leave for others: messages in mailboxes, and vectors in windows.
+
+    Nothing here waits for another rank.
+    """
+
+    def __init__(self, ports: Ports, ranks: Ranks) -> None:
+        self._mail, self._ranks, self._own = ports.mail, ranks, ranks.index_of[ports.rank]
+        self._others = Others(ranks, ports.rank)
+        self._shapes: dict[int, tuple[int, Any]] = {}
+
+    def post(self, x: Tensor, dst: int, tag: int = 0, header: bytes = b"") -> bool:
+        """Leave a copy of ``x`` for ``dst``; False when its mailbox is full or gone."""
+        peer = _rank_of_world(dst, self._ranks, self._own)
+        return self._mail.post(_vector(x), peer, tag, header)
+
+    def poll(self, like: Tensor, tag: int = 0) -> list[Message]:
+        """Take all messages that have arrived."""
+        messages = []
+        while (message := self._mail.try_receive(like, self._others, tag)) is not None:
+            messages.append(message._replace(src=self._ranks.index_of[message.src]))
+        return messages
+
+    def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
+        """Let peers read a copy of ``x``; return its version, from 1.
+
+        Each window keeps the size and dtype of what was published first. The window ``SAVED`` is
+        for the next incarnation of this rank. Two shelves, from the window ``SHELF`` on, are the
+        worker's own, for what the model holds beside its parameters.
+        """
+        vector = _vector(x)
+        shape = (vector.numel(), vector.dtype)
+        first = self._shapes.setdefault(window, shape)
+        if first != shape:
+            raise MessageMismatch(
+                f"publish of {shape[0]} x {shape[1]}: the window holds {first[0]} x {first[1]},"
+                " as it was published first"
+            )
+        return self._mail.publish(vector, header, window)
+
+    def peek(
+        self, src: int, like: Tensor | None = None, window: int = PUBLISHED, gone: bool = False
+    ) -> Published | None:
+        """What ``src`` last published, whole, and its version; None before the first.
+
+        Also None when ``src`` is no member now, unless ``gone``: then any incarnation of it counts.
+        With ``like``, a vector of another size or dtype is refused.
+        """
+        peer = _rank_of_world(src, self._ranks, None if gone else self._own)
+        return self._mail.peek(peer, like, window, gone)
 
 
-def _raise(outcome: M | Lost) -> M:
-    """The outcome, for a caller who cannot go on without the peer."""
-    if isinstance(outcome, Lost):
-        raise outcome.error
-    return outcome
+class GroupMembers:
+    """Who of a group is here; ranks are counted as the group does."""
+
+    def __init__(self, ports: Ports, ranks: Ranks) -> None:
+        self._world, self._queue, self._ranks = ports.members, ports.queue, ranks
+        self._alive: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that have neither died nor departed, this one included."""
+        alive = self._world.alive()
+        if self._alive is None or self._alive[0] is not alive:
+            here = set(alive)
+            members = tuple(rank for rank, world in enumerate(self._ranks) if world in here)
+            self._alive = (alive, as_ranks(members))
+        return self._alive[1]
+
+    def starters(self) -> tuple[int, ...]:
+        """The ranks that are here from the beginning; others come later."""
+        return tuple(sorted(self._own(frozenset(self._world.starters))))
+
+    def incarnation(self, rank: int) -> int:
+        """Which incarnation of ``rank`` this is, from 1: it grows when a lost rank comes again."""
+        return self._world.incarnation(self._ranks[rank])
+
+    def view(self) -> View:
+        """All that is known of the members. Never waits."""
+        view = self._world.view()
+        if self._ranks is everyone(len(view.incarnations)):
+            return view
+        lost, departed, stopped = map(self._own, (view.lost, view.departed, view.stopped))
+        incarnations = [view.incarnations[rank] for rank in self._ranks]
+        return View(view.version, incarnations, lost, departed, stopped)
+
+    def finished(self) -> frozenset[int]:
+        """The workers that have come to the end of their data and wait for the others."""
+        return self._own(self._queue.finished())
+
+    def final_roster(self) -> list[tuple[int, int]]:
+        """The members, each with its incarnation, as they were when the first rank asked this.
+
+        All who ask get the same, and so can act together.
+        """
+        index_of = self._ranks.index_of
+        return [(index_of[r], number) for r, number in self._world.final_roster() if r in index_of]
+
+    def wait_for_successor(self, rank: int, incarnation: int) -> None:
+        """Wait until a later incarnation of ``rank`` than this is a member."""
+        self._world.wait_for_successor(self._ranks[rank], incarnation)
+
+    def wait_for_change(self, error: Exception) -> None:
+        """Wait until a rank has come or gone; raise ``error`` when none does for a long time."""
+        if not self._world.wait_for_change(CHANGE_S):
+            raise PeerLost(self._ranks, "joining", "nobody is left", CHANGE_S) from error
+
+    def _own(self, world: frozenset[int]) -> frozenset[int]:
+        """Those of the world's ranks that are in this group, as it counts them."""
+        index_of = self._ranks.index_of
+        return frozenset(index_of[rank] for rank in world if rank in index_of)
+
+
+def _rank_of_world(rank: int, ranks: Ranks, own: int | None = None) -> int:
+    """What the world calls a rank of a group; ``own`` itself is refused."""
+    if not 0 <= rank < len(ranks) or rank == own:
+        others = f"0 to {len(ranks) - 1}" + ("" if own is None else f", not {own} itself")
+        raise UsageError(f"peer ({rank}) must be a rank of this group: {others}")
+    return ranks[rank]
 
 
 def _vector(x: Tensor) -> Tensor:

@@ -56,6 +56,11 @@ class Lost(NamedTuple):
         return self.ranks[0]
 
     @property
+    def x(self) -> Tensor:
+        """Raises the error, for a caller who cannot go on without the message."""
+        raise self.error
+
+    @property
     def error(self) -> PeerLost:
         """The exception for a caller who cannot go on without them."""
         return PeerLost(self.ranks, self.op, self.reason, self.waited_s)

@@ -102,16 +102,16 @@ class ADPSGD(OfferStrategy):
 
     def _attend(self, x: Tensor) -> None:
         """Make the moves that came back, then answer the offers of others."""
-        for peer, move, header in self.comm.poll(x, MOVE):
+        for peer, move, header in self.comm.board.poll(x, MOVE):
             if self.guard.admits(norm(move), peer, "move"):
                 x.add_(move)  # x_i <- x_i + (x_j - x_i) / 2
             self.answered(peer)
             self.stale.note(self.steps - Note.of(header).steps)
-        for peer, theirs, header in self.comm.poll(x, OFFER):
+        for peer, theirs, header in self.comm.board.poll(x, OFFER):
             move = (x - theirs).div_(2 if self.steps else math.inf)  # idle, it has nothing to give
             if not self.trusts(peer, move, theirs, x):
                 move.zero_()
-            if self.comm.post(move, peer, MOVE, header):
+            if self.comm.board.post(move, peer, MOVE, header):
                 x.sub_(move)  # x_j <- x_j - (x_j - x_i) / 2
 
     def _offer(self, x: Tensor) -> None:

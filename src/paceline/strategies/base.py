@@ -137,7 +137,7 @@ class Strategy(Roles, Checkpointed, ABC):
 
     def setup(self, x: Tensor) -> None:
         """Before step 0: everyone who is here takes the parameters of rank 0."""
-        self.comm.group(self.comm.starters()).broadcast(x)
+        self.starters().broadcast(x)
 
     def adopt(self, x: Tensor) -> None:
         """Between :meth:`setup` and step 0, on every worker: begin with other parameters of rank 0.

@@ -142,12 +142,12 @@ class Gossip(PairStrategy):
         """Exchange models, if that is due now; return those to average with."""
         peer = self._pick_peer() if self.is_due(self.comm.rank) else None
         if self.mode == "pull":
-            seen = None if peer is None else self.comm.peek(peer, x)
+            seen = None if peer is None else self.comm.board.peek(peer, x)
             arrived = [] if peer is None or seen is None else [Message(peer, seen.x, seen.header)]
         else:
             if peer is not None:
-                self.comm.post(x, peer, MODEL, self.note())
-            arrived = self.comm.poll(x, MODEL)
+                self.comm.board.post(x, peer, MODEL, self.note())
+            arrived = self.comm.board.poll(x, MODEL)
         return [message.x for message in arrived if self._admits(message, x)]
 
     def _pick_peer(self) -> int | None:

@@ -48,7 +48,7 @@ class GossipSync(Gossip):
         by_others = picks.who_picked.get(self.comm.rank, [])
         sources, targets = (mine, by_others) if self.mode == "pull" else (by_others, mine)
         for target in targets:
-            self.comm.post(x, target, MODEL, self.note())
+            self.comm.board.post(x, target, MODEL, self.note())
         return [model for source in sources for model in self._receive_model(source, x)]
 
     def _receive_model(self, source: int, x: Tensor) -> list[Tensor]:

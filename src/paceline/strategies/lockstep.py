@@ -171,7 +171,7 @@ def agree_on_unit(workers: Comm, like: Tensor, weight: int) -> int:
     nothing = like.new_zeros(0)
     # The wait for the others happens here, and is charged.
     total = workers.all_reduce(nothing, weight).weight
-    contributors = workers.off_meter().all_reduce(nothing, int(weight > 0)).weight
+    contributors = workers.group(metered=False).all_reduce(nothing, int(weight > 0)).weight
     return max(1, total // contributors) if contributors else 0
 
 

@@ -45,8 +45,8 @@ class OfferStrategy(PairStrategy):
 
     def offer(self, x: Tensor, peer: int, tag: int) -> None:
         """Make an offer; nothing happens when the peer's mailbox is full."""
-        incarnation = self.comm.incarnation(peer)
-        if self.comm.post(x, peer, tag, self.note()):
+        incarnation = self.comm.members.incarnation(peer)
+        if self.comm.board.post(x, peer, tag, self.note()):
             self.open[peer] = incarnation
 
     def answered(self, peer: int) -> None:
@@ -57,20 +57,20 @@ class OfferStrategy(PairStrategy):
         """How many offers among these workers are open; one that joined too late answers nobody."""
         if workers.size == 1:  # nobody waits with it until its offers are answered
             return 0
-        self._forget_lost(set(workers.members).intersection(self.comm.alive()))
+        self._forget_lost(set(workers.ranks).intersection(self.comm.members.alive()))
         waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
         return workers.all_reduce(waited_for, len(self.open)).weight
 
     def state_dict(self) -> dict[str, Any]:
-        self._forget_lost(self.comm.alive())
+        self._forget_lost(self.comm.members.alive())
         return super().state_dict()
 
     def resumed(self) -> None:
         """Forget offers to workers that were not saved; the others are in incarnation 1 again."""
-        there = self.comm.starters()
+        there = self.comm.members.starters()
         self.open = {peer: 1 for peer in self.open if peer in there}
 
     def _forget_lost(self, live: Collection[int]) -> None:
         for peer, incarnation in [*self.open.items()]:
-            if peer not in live or self.comm.incarnation(peer) != incarnation:
+            if peer not in live or self.comm.members.incarnation(peer) != incarnation:
                 del self.open[peer]

@@ -65,14 +65,14 @@ class PairStrategy(Strategy):
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         self.show(x)
-        self.comm.group(self.comm.starters()).barrier()  # from here on all have something to read
+        self.starters().barrier()  # from here on all have something to read
 
     def join(self, x: Tensor) -> None:
-        stopped = self.comm.stopped()  # whose models are old, but better than none
+        stopped = self.comm.members.view().stopped  # whose models are old, but better than none
         for peer in sorted(self.live_workers(), key=lambda peer: peer in stopped):
             if peer == self.comm.rank:
                 continue
-            seen = self.comm.peek(peer, x)
+            seen = self.comm.board.peek(peer, x)
             if seen is not None and is_sound(seen.x):
                 x.copy_(seen.x)
                 self.show(x)
@@ -84,13 +84,13 @@ class PairStrategy(Strategy):
         try:
             super().rejoin(x)
         except PeersGone:
-            if self.comm.departed():
+            if self.comm.members.view().departed:
                 raise
             self.show(x)
 
     def answer(self, x: Tensor) -> Tensor:
         """The mean of those alive, each as it last published; of this one, as it is."""
-        look, models = self.comm.off_meter(), [x]
+        look, models = self.comm.group(metered=False).board, [x]
         for peer in self._running():
             if peer != self.comm.rank and (seen := look.peek(peer, x)) is not None:
                 models.append(seen.x)
@@ -105,12 +105,12 @@ class PairStrategy(Strategy):
         Nor those that have come to the end of their data: they answer nobody, and their models
         grow old.
         """
-        running, finished = self._running(), self.comm.finished() - {self.comm.rank}
+        running, finished = self._running(), self.comm.members.finished() - {self.comm.rank}
         return [rank for rank in running if rank not in finished] if finished else running
 
     def _running(self) -> Sequence[int]:
         """The live workers, less those that are stopped; this one is always among them."""
-        live, stopped = self.live_workers(), self.comm.stopped() - {self.comm.rank}
+        live, stopped = self.live_workers(), self.comm.members.view().stopped - {self.comm.rank}
         return [rank for rank in live if rank not in stopped] if stopped else live
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Tensor | None:
@@ -161,7 +161,7 @@ class PairStrategy(Strategy):
 
     def show(self, x: Tensor) -> None:
         """Let others read this model."""
-        self.comm.publish(x, self.note())
+        self.comm.board.publish(x, self.note())
 
     def note(self) -> bytes:
         """The header of a message with this worker's model."""

@@ -75,12 +75,16 @@ class Place:
 
     def live_workers(self) -> Sequence[int]:
         """The workers that are here now, this one included, in order."""
-        alive = self.comm.alive()
+        alive = self.comm.members.alive()
         return alive[: bisect_left(alive, self.workers)]
+
+    def starters(self) -> Comm:
+        """All ranks that are here from the beginning, among themselves."""
+        return self.comm.group(self.comm.members.starters())
 
     def first_workers(self) -> list[int]:
         """The workers that are here from the beginning."""
-        return [rank for rank in self.comm.starters() if rank < self.workers]
+        return [rank for rank in self.comm.members.starters() if rank < self.workers]
 
     def among_live(self, act: Callable[[Comm], T], measuring: bool = False) -> T:
         """Let all workers that are left ``act`` together; again, if one is lost on the way.
@@ -89,13 +93,14 @@ class Place:
         comes later, or again, acts alone: some of the others may have gone on without it, and the
         rest cannot know. What is only ``measuring`` counts nowhere, and takes no virtual time.
         """
-        comm, own = self.comm.off_meter() if measuring else self.comm, self.comm.rank
-        workers = [(r, number) for r, number in self.comm.final_roster() if r < self.workers]
+        own, members = self.comm.rank, self.comm.members
+        workers = [(rank, number) for rank, number in members.final_roster() if rank < self.workers]
         while True:  # only who is missed shrinks the group, so that all come to the same one
-            here = [rank for rank, number in workers if self.comm.incarnation(rank) == number]
+            here = [rank for rank, number in workers if members.incarnation(rank) == number]
             left = [rank for rank in here if rank not in self._missed]
+            together = left if own in left else [own]
             try:
-                return act(comm.group(left if own in left else [own], strict=True))
+                return act(self.comm.group(together, strict=True, metered=not measuring))
             except PeerLost as error:
                 self._missed.update(error.ranks)
 

@@ -67,7 +67,7 @@ class RingStrategy(PushStrategy):
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         self.begin_at(x)
-        if self.comm.rank == self.comm.starters()[0]:
+        if self.comm.rank == self.comm.members.starters()[0]:
             self.seat.generation = 0
 
     def adopt(self, x: Tensor) -> None:
@@ -167,7 +167,7 @@ class Seat:
 
     def look(self) -> None:
         """Take the token, if it has arrived."""
-        for message in self._comm.poll(_nothing(), TOKEN):
+        for message in self._comm.board.poll(_nothing(), TOKEN):
             self._take(message)
 
     def wait(self) -> None:
@@ -176,7 +176,7 @@ class Seat:
         if not isinstance(received, Lost):
             self._take(received)
         elif (server := received.rank) in self._services:
-            self._services[server].await_successor(self._comm.last_ended(server))
+            self._services[server].await_successor(self._comm.members.view().last_ended(server))
 
     def _take(self, message: Message) -> None:
         kind, number = unpack(message.header)
@@ -195,7 +195,7 @@ class Seat:
             return
         generation, self.generation = self.generation, None
         token = pack(generation, version)
-        if self._comm.post(_nothing(), worker, TOKEN, token):
+        if self._comm.board.post(_nothing(), worker, TOKEN, token):
             return
         if not last:
             self.generation = generation
@@ -208,7 +208,7 @@ class Seat:
         self.attended = number
         for worker in workers:
             if worker != self._comm.rank:
-                self._comm.post(_nothing(), worker, TOKEN, pack(CALL, number))
+                self._comm.board.post(_nothing(), worker, TOKEN, pack(CALL, number))
 
     def state(self) -> list[int | None]:
         """What a checkpoint holds of it."""
@@ -298,7 +298,7 @@ class TokenServer(ShardServer):
     def _give_token(self) -> None:
         """Give the token to the holder; if its mailbox is full, when it pushes next."""
         token = pack(self.token.generation, self.version)
-        self._owes = not self.clients.post(_nothing(), self.token.holder, TOKEN, token)
+        self._owes = not self.clients.board.post(_nothing(), self.token.holder, TOKEN, token)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "token": asdict(self.token), "owes": self._owes}

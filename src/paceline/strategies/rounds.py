@@ -98,14 +98,14 @@ class RoundServer(Server):
     def _end_round(self, combined: Combined) -> None:
         self.round += 1
         reply = self._reply = Numbered(self.round, pack(*combined.numbers), combined.vector)
-        self.comm.publish(reply.vector, reply.header)  # for a successor, if this server is lost now
+        self.comm.board.publish(reply.vector, reply.header)  # for a successor of this server
         for worker in sorted(self.arrived):
             self._post(reply, worker)
         self.arrived.clear()
         self.over = combined.over
 
     def _post(self, reply: Numbered, worker: int) -> None:
-        self.comm.post(reply.vector, worker, REPLY, reply.header)
+        self.comm.board.post(reply.vector, worker, REPLY, reply.header)
 
     def _continue_without(self, rank: int) -> None:
         """Continue without a worker or server; take over the group of a server, if it is next."""
@@ -128,7 +128,7 @@ class RoundServer(Server):
         servers = range(self.method.workers, self.comm.size)
         self._reply = last_published(self.comm, servers, self.method.vector_at(self.comm.rank))
         self.round = 0 if self._reply is None else self._reply.number
-        self.peers = set(servers) & set(self.comm.alive())
+        self.peers = set(servers) & set(self.comm.members.alive())
         alone = self.peers == {self.comm.rank}
         self.members = set(self.method.live_workers()) if alone else set()
         self.over = not alone

@@ -230,7 +230,7 @@ class ServerStrategy(RoleStrategy):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
-        self.comm.group(self.comm.starters()).barrier()  # from here on there is a model to fetch
+        self.starters().barrier()  # from here on there is a model to fetch
 
     def adopt(self, x: Tensor) -> None:
         workers = self.comm.group(self.first_workers())
@@ -240,7 +240,7 @@ class ServerStrategy(RoleStrategy):
         workers.barrier()  # nobody sends the servers another request before
 
     def join(self, x: Tensor) -> None:
-        own = self.comm.incarnation(self.comm.rank)  # the ledger knows those of the one before
+        own = self.comm.members.incarnation(self.comm.rank)  # the ledger knows earlier ones
         for service in self.services:
             service.number = service.number or INCARNATION * own
         try:
@@ -250,7 +250,7 @@ class ServerStrategy(RoleStrategy):
 
     def answer(self, x: Tensor) -> Tensor:
         versions, model = [*self.versions], x.clone()
-        self.fetch(model, self.comm.off_meter())
+        self.fetch(model, self.comm.group(metered=False))
         self.versions = versions
         return model
 
@@ -260,7 +260,7 @@ class ServerStrategy(RoleStrategy):
     def finish(self, x: Tensor) -> None:
         self.flush(x)
         self.among_live(lambda workers: workers.barrier())
-        self.stale = self.fetch(x, self.comm.off_meter()).staleness
+        self.stale = self.fetch(x, self.comm.group(metered=False)).staleness
 
 
 @dataclass(kw_only=True)

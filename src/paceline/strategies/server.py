@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.ports import Lost
+from paceline.comm.ports import SAVED, Lost
 from paceline.errors import PeerLost
 from paceline.strategies.service import (
     ADOPT,
@@ -159,7 +159,7 @@ class ShardServer(Server):
     def publish(self) -> None:
         """Let workers read the shard, and a successor the ledger."""
         header = pack(*self._reply(), *self.done, *self.clocks, self.generation)
-        self.clients.publish(self.shard, header)
+        self.clients.board.publish(self.shard, header)
 
     def reply(
         self,
@@ -174,7 +174,8 @@ class ShardServer(Server):
         reply = self._reply()._replace(
             number=self.done[worker], accepted=verdict, next_worker=next_worker
         )
-        self.clients.post(self.shard if vector is None else vector, worker, REPLY, pack(*reply))
+        content = self.shard if vector is None else vector
+        self.clients.board.post(content, worker, REPLY, pack(*reply))
 
     def _reply(self) -> Reply:
         stale = self.method.stale
@@ -229,7 +230,7 @@ class ShardServer(Server):
 
     def on_resume(self) -> None:
         """Forget the workers that had been lost when the checkpoint was made."""
-        for worker in set(self.present()) - set(self.comm.starters()):
+        for worker in set(self.present()) - set(self.comm.members.starters()):
             self.on_leave(worker)
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,13 +274,13 @@ class GradientServer(ShardServer):
     def updated(self, request: Request) -> None:
         super().updated(request)
         if self.version % SAVED_EVERY == 0 and (buffers := self.optimizer.buffers()) is not None:
-            self.comm.save_for_successor(buffers)
+            self.comm.board.publish(buffers, window=SAVED)
 
     def take_over(self) -> dict[str, Any]:
         """Take over the buffers of the optimizer as they were last saved."""
-        left = self.comm.saved_by_predecessor()
+        left = self.comm.board.peek(self.comm.rank, window=SAVED, gone=True)
         if left is not None:
-            self.optimizer.load_buffers(left)
+            self.optimizer.load_buffers(left.x)
         return {"buffers_behind": self.version % SAVED_EVERY}
 
     def state_dict(self) -> dict[str, Any]:

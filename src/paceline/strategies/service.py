@@ -174,10 +174,10 @@ class Service:
         Until the reply is there the vector must not change: it may have to be sent again.
         """
         request = Numbered(self.number + 1, body, vector)
-        incarnation = self.comm.incarnation(self.server)
-        posted = self.comm.post(vector, self.server, REQUEST, request.header)
+        incarnation = self.comm.members.incarnation(self.server)
+        posted = self.comm.board.post(vector, self.server, REQUEST, request.header)
         if not posted and not must:
-            if self.server not in self.comm.alive():
+            if self.server not in self.comm.members.alive():
                 self._check_elastic()
             return False
         self.number += 1
@@ -197,7 +197,7 @@ class Service:
 
     def _receive(self) -> Numbered | None:
         """What the server replies; None if the incarnation that was asked is lost."""
-        if self.comm.incarnation(self.server) != self._incarnation:
+        if self.comm.members.incarnation(self.server) != self._incarnation:
             return None
         received = self.comm.receive(self._like, self.server, REPLY)
         return None if isinstance(received, Lost) else Numbered.of(received)
@@ -226,25 +226,25 @@ class Service:
         """From a lost server, turn to one that stands in for it; if there is none, wait for its
         successor."""
         self._check_elastic()
-        here = [rank for rank in self._stand_ins if rank in self.comm.alive()]
+        here = [rank for rank in self._stand_ins if rank in self.comm.members.alive()]
         after = [rank for rank in here if rank > self.server]
         others = after or [rank for rank in here if rank != self.server]
         if others:
             self.server = others[0]
-            self._incarnation = self.comm.incarnation(self.server)
+            self._incarnation = self.comm.members.incarnation(self.server)
             return
         try:
             self._incarnation = self.await_successor(self._incarnation)
         except PeerLost:
-            if not any(rank in self.comm.alive() for rank in self._stand_ins):
+            if not any(rank in self.comm.members.alive() for rank in self._stand_ins):
                 raise
             self._turn_to_next()  # to one that has come meanwhile
 
     def await_successor(self, incarnation: int) -> int:
         """Wait for the successor of that incarnation of the server; return its incarnation."""
         self._check_elastic()
-        self.comm.wait_for_successor(self.server, incarnation)
-        return self.comm.incarnation(self.server)
+        self.comm.members.wait_for_successor(self.server, incarnation)
+        return self.comm.members.incarnation(self.server)
 
     def _check_elastic(self) -> None:
         """End the run, unless a lost server has a successor."""
@@ -253,14 +253,14 @@ class Service:
 
     def peek(self, comm: Comm) -> Numbered:
         """What the server published last."""
-        incarnation = comm.incarnation(self.server)
-        while (seen := comm.peek(self.server, self._like)) is None:
+        incarnation = comm.members.incarnation(self.server)
+        while (seen := comm.board.peek(self.server, self._like)) is None:
             incarnation = self.await_successor(incarnation)
         return Numbered.of(seen)
 
 
 def last_published(comm: Comm, servers: Sequence[int], like: Tensor) -> Numbered | None:
     """The reply of the highest number that any incarnation of these servers published last."""
-    seen = [comm.last_published(like, rank) for rank in servers]
+    seen = [comm.board.peek(rank, like, gone=True) for rank in servers]
     found = [Numbered.of(each) for each in seen if each is not None]
     return max(found, key=lambda reply: reply.number, default=None)

@@ -82,7 +82,7 @@ def _difference(comm: Comm, facts: Sequence[str]) -> str:
     comm.all_reduce(differs)
     differing = int(differs.argmax())
     theirs, ours = unequal or ("", "")
-    text = f"{theirs} on rank {comm.members[0]}, {ours} on rank {comm.members[differing]}"
+    text = f"{theirs} on rank {comm.ranks[0]}, {ours} on rank {comm.ranks[differing]}"
     return _broadcast_text(comm, text, differing)
 
 

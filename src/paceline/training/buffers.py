@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.comm import Comm
+from paceline.comm.ports import SHELF
 from paceline.model.replica import Replica
 from paceline.training.rest import Rest
 
 if TYPE_CHECKING:
     from paceline.training.session import Session
 
-BUFFERS, FIXED = 0, 1
-"""The shelves on which workers show them."""
+BUFFERS, FIXED = SHELF, SHELF + 1
+"""The windows in which workers show them, also when they are gone."""
 SHOWN_EVERY = 8
 """Steps after which a worker shows its buffers anew; in the beginning, after each."""
 
@@ -54,9 +55,9 @@ class SharedBuffers:
     def _show_fixed(self) -> None:
         """Let those who come late see what is not averaged: the first worker does."""
         world = self._session.world
-        someone_may = world.elastic or len(world.starters()) < world.size
+        someone_may = world.elastic or len(world.members.starters()) < world.size
         if self._session.rank == self._first and someone_may and self.rest.has_fixed:
-            world.shelve(self.rest.fixed(), FIXED)
+            world.board.publish(self.rest.fixed(), window=FIXED)
 
     def take_first(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""
@@ -71,9 +72,9 @@ class SharedBuffers:
 
     def take_fixed(self) -> None:
         """Of a worker that comes late: take what is not averaged."""
-        fixed = self._session.world.shelved(self._first, FIXED)
+        fixed = self._session.world.board.peek(self._first, window=FIXED, gone=True)
         if fixed is not None:
-            self.rest.load_fixed(fixed)
+            self.rest.load_fixed(fixed.x)
 
     # While training ------------------------------------------------------------------------------
 
@@ -95,15 +96,15 @@ class SharedBuffers:
         packet = self.rest.packet(self._weight) if self.rest.averaged else None
         if packet is not None:
             self._shown = packet
-            self._session.world.shelve(packet, BUFFERS)
+            self._session.world.board.publish(packet, window=BUFFERS)
 
     def _seen(self, ranks: Iterable[int]) -> list[Tensor]:
         """The buffers of other workers, as they have last shown them."""
         if not self.rest.averaged:
             return []
-        session = self._session
-        seen = [session.world.shelved(rank, BUFFERS) for rank in ranks if rank != session.rank]
-        return [packet for packet in seen if packet is not None]
+        own, peek = self._session.rank, self._session.world.board.peek
+        seen = [peek(rank, window=BUFFERS, gone=True) for rank in ranks if rank != own]
+        return [packet.x for packet in seen if packet is not None]
 
     def adopt(self) -> None:
         """Take the buffers of the others; of one that comes again, not its own."""
@@ -145,4 +146,4 @@ class SharedBuffers:
         """Let others see what they saw when the state was saved."""
         self._show_fixed()
         if self._shown.numel():
-            self._session.world.shelve(self._shown, BUFFERS)
+            self._session.world.board.publish(self._shown, window=BUFFERS)

@@ -342,7 +342,7 @@ class PacedLoader:
     def last_collective(self) -> Collective:
         """The last collective of all workers, as this one knows it."""
         comm, workers = self._session.world, self._session.size
-        return Collective(comm.collectives_done, tuple(r for r in comm.present() if r < workers))
+        return Collective(comm.collectives_done, tuple(r for r in comm.present if r < workers))
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""
@@ -462,7 +462,7 @@ class _Map:
 
     @property
     def _incarnation(self) -> int:
-        return self._session.world.incarnation(self._session.rank)
+        return self._session.world.members.incarnation(self._session.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None if the epoch is empty."""

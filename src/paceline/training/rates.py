@@ -54,12 +54,12 @@ class Rates:
         return next((lrs for first, lrs in reversed(self._changes) if first <= step), None)
 
     def _compare(self) -> None:
-        comm = self._strategy.comm.off_meter()
+        comm = self._strategy.comm.group(metered=False)
         own = [float(self._step), *(self._at(self._step) or ())]
-        comm.publish(torch.tensor(own, dtype=torch.float64))
-        others = [rank for rank in comm.alive() if rank < self._strategy.workers]
+        comm.board.publish(torch.tensor(own, dtype=torch.float64))
+        others = [rank for rank in comm.members.alive() if rank < self._strategy.workers]
         neighbor = next((rank for rank in others if rank > comm.rank), others[0])
-        if neighbor == comm.rank or (published := comm.peek(neighbor)) is None:
+        if neighbor == comm.rank or (published := comm.board.peek(neighbor)) is None:
             return
         step, *theirs = published[1].tolist()
         ours = self._at(round(step))

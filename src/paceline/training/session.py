@@ -142,9 +142,8 @@ class Session(RankListener):
     def _agree(self, model: nn.Module, replica: Replica) -> None:
         """Check that all ranks of the start have the same model, method, seed and version."""
         if not self.late:
-            starters = self.ports.members.starters
-            comm = Comm(self.ports.off_meter(), starters, self.world.elastic)
-            check_agreement(comm, facts_of(model, replica, self.strategy, self.seed))
+            starters = self.world.group(self.world.members.starters(), metered=False)
+            check_agreement(starters, facts_of(model, replica, self.strategy, self.seed))
 
     def _resume(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
         """Resume from a checkpoint, in place of a start."""
@@ -176,16 +175,16 @@ class Session(RankListener):
 
     def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
         """Join the others, for the first time or again; end, if they have come to their end."""
-        others = {*range(self.size)} - {self.rank}
+        others, members = {*range(self.size)} - {self.rank}, self.world.members
         while True:
             try:
                 return join(x)
             except (PeersGone, PeerLost) as error:
-                if not others.isdisjoint(self.world.alive()):
+                if not others.isdisjoint(members.alive()):
                     raise error from None
-                if not others.isdisjoint(self.world.departed()):
+                if not others.isdisjoint(members.view().departed):
                     raise ServingDone from None
-                self.world.wait_for_change(error)  # a worker that was only stopped may come back
+                members.wait_for_change(error)  # a worker that was only stopped may come back
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:
@@ -474,7 +473,7 @@ class Session(RankListener):
     @property
     def leads(self) -> bool:
         """Whether this is the first worker that is not lost: the one that logs and saves."""
-        return self.rank == 0 or self.world.lost().issuperset(range(self.rank))
+        return self.rank == 0 or self.world.members.view().lost.issuperset(range(self.rank))
 
     @property
     def stopping(self) -> bool:

@@ -118,9 +118,9 @@ def test_a_message_is_waited_for_until_it_is_sent_then_received(tmp_path):
         x = net.weight.detach().flatten()
         if worker.rank == 0:
             worker.comm.clock.charge(0.5)
-            worker.comm.post(x, 1)
+            worker.comm.board.post(x, 1)
         else:
-            worker.comm.recv(x, 0)
+            worker.comm.receive(x, 0)
 
     cluster = Cluster(name="c", network=Link(latency_s=0.25))
     pl.simulate(late, workers=2, cluster=cluster, out=tmp_path)

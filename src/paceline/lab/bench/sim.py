@@ -109,8 +109,8 @@ def _events_per_s(workers: int) -> float:
         comm, x = Comm(ports), torch.zeros(16)
         for _ in range(EVENTS_A_RANK // 2):
             comm.clock.charge(0.001 * (1 + comm.rank % 3))
-            comm.post(x, (comm.rank + 1) % comm.size)
-            comm.poll(x)
+            comm.board.post(x, (comm.rank + 1) % comm.size)
+            comm.board.poll(x)
 
     start = time.perf_counter()
     world.run(body)

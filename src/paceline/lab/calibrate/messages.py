@@ -102,10 +102,10 @@ def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
     header, peer = bytes(HEADER_BYTES), 1 - comm.rank
 
     def post() -> None:
-        comm.post(x, peer, header=header)
+        comm.board.post(x, peer, header=header)
 
     def receive() -> None:
-        x.copy_(comm.recv(x, peer))
+        x.copy_(comm.receive(x, peer).x)
 
     def round_trip() -> None:
         first, second = (post, receive) if comm.rank == 0 else (receive, post)
@@ -113,10 +113,10 @@ def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
         second()
 
     def publish() -> None:
-        comm.publish(x, header)
+        comm.board.publish(x, header)
 
     def peek() -> None:
-        read = comm.peek(peer, x)
+        read = comm.board.peek(peer, x)
         assert read is not None, "both ranks have published"
         average(x, [read.x])
 

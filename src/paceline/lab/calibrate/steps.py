@@ -150,7 +150,7 @@ class Probe(Downpour):
         super().setup(x)
         if self.comm.rank < self.workers:
             self._worker_group = self.comm.group(range(self.workers))
-            self.comm.publish(x, bytes(HEADER_BYTES))
+            self.comm.board.publish(x, bytes(HEADER_BYTES))
             self._worker_group.barrier()
 
     def step(self, x: Tensor, g: Gradient) -> None:
@@ -176,10 +176,10 @@ class Probe(Downpour):
 
     def _window(self, x: Tensor) -> None:
         with self._clock.working("publish"):
-            self.comm.publish(x, bytes(HEADER_BYTES))
+            self.comm.board.publish(x, bytes(HEADER_BYTES))
         with self._clock.working("peek"):
             peer = (self.comm.rank + 1) % self.workers
-            read = self.comm.peek(peer, x)
+            read = self.comm.board.peek(peer, x)
             assert read is not None, "every worker has published, and ends with the others"
             average(x, [read.x])
 

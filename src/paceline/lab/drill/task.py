@@ -50,9 +50,9 @@ def train(
 
 def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
     comm = worker._session.world  # it includes servers
-    alive = comm.alive()
+    alive = comm.members.alive()
     reached = all(
-        int(rank) in alive and comm.incarnation(int(rank)) >= number
+        int(rank) in alive and comm.members.incarnation(int(rank)) >= number
         for rank, number in incarnations.items()
     )
     return not reached and comm.clock.now() < PATIENCE_S

@@ -89,7 +89,7 @@ def train(worker: Worker, schedule: Schedule) -> None:
     """Run the training of ``schedule`` on one worker."""
     model = model_of(schedule, worker.rank)
     model, optimizer = worker.setup(model, optimizer_of(schedule, model))
-    if schedule.objective == "still" and worker.comm.incarnation(worker.rank) == 1:
+    if schedule.objective == "still" and worker.comm.members.incarnation(worker.rank) == 1:
         for parameter in model.parameters():
             parameter.detach().add_(schedule.data_index(worker.rank))
     bad = schedule.bad_steps if worker.rank == schedule.bad_rank else ()
