@@ -93,13 +93,13 @@ class Screen:
                 print(f"  {name:<{width}}  {value}", flush=True)
 
     @contextmanager
-    def watch(self, steps: int | None) -> Iterator[Watch]:
+    def watch(self, steps: int | None) -> Iterator[LineView]:
         """Show the progress of a run: a bar on a terminal, lines elsewhere."""
         if not self.quiet and self.console.is_terminal:
-            with BarWatch(self, steps) as bar:
+            with BarView(self, steps) as bar:
                 yield bar
         else:
-            yield Watch(self)
+            yield LineView(self)
 
     @contextmanager
     def tally(self, total: int, what: str) -> Iterator[Callable[[str], None]]:
@@ -149,7 +149,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], compact: bool 
     return table
 
 
-class Watch:
+class LineView:
     """Shows a line for each record that a run logs."""
 
     def __init__(self, screen: Screen) -> None:
@@ -164,7 +164,7 @@ class Watch:
         """Show the progress of a worker."""
 
 
-class BarWatch(Watch):
+class BarView(LineView):
     """Shows a bar with rate, loss and remaining time."""
 
     def __init__(self, screen: Screen, steps: int | None) -> None:
@@ -184,7 +184,7 @@ class BarWatch(Watch):
         )
         self._numbers: dict[str, str] = {}
 
-    def __enter__(self) -> BarWatch:
+    def __enter__(self) -> BarView:
         self._bar.start()
         self._task = self._bar.add_task("", total=None, facts="starting")
         return self

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.screen import Replayed, Screen, Watch, show_result
+from paceline.cli.screen import LineView, Replayed, Screen, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
 from paceline.comm.launchers import launched
 from paceline.common.options import one_of
@@ -117,10 +117,10 @@ class Job:
                 **(policy or {}),
             )
 
-    def _watched(self, screen: Screen) -> AbstractContextManager[Watch]:
+    def _watched(self, screen: Screen) -> AbstractContextManager[LineView]:
         return screen.watch(self.task.arguments.get("steps"))
 
-    def _common(self, watch: Watch) -> dict[str, Any]:
+    def _common(self, watch: LineView) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
             "seed": self.seed,

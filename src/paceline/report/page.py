@@ -33,7 +33,7 @@ from paceline.report.charts import (
 )
 from paceline.report.material import Material, Run, Setting, read_material, rule
 from paceline.report.svg import sample, style
-from paceline.report.verdict import Standing, headline, standings, verdict
+from paceline.report.verdict import MethodTimes, headline, standings, verdict
 from paceline.strategies import describe, strategy_names
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def no_break(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ChartGroup:
     """Charts that belong together, under one heading."""
 
     title: str
@@ -119,12 +119,14 @@ def _content(material: Material, points: int, bars: int) -> dict[str, Any]:
         "measure": measure_of(material),
         "drawn": bool(drawn),
         "curves": _filled(
-            Group(title=str(s), charts=_curves(material, s, styles, points)) for s in drawn
+            ChartGroup(title=str(s), charts=_curves(material, s, styles, points)) for s in drawn
         ),
         "by_workers": _by_workers(material, styles),
-        "splits": _filled(Group(title=str(s), charts=[*splits(material, s, bars)]) for s in drawn),
+        "splits": _filled(
+            ChartGroup(title=str(s), charts=[*splits(material, s, bars)]) for s in drawn
+        ),
         "ages": _filled(
-            Group(title=str(s), charts=[*ages(material, s, styles, bars)]) for s in drawn
+            ChartGroup(title=str(s), charts=[*ages(material, s, styles, bars)]) for s in drawn
         ),
         "fresh": _never_stale(material),
         "consensus": _consensus(material, styles),
@@ -137,7 +139,7 @@ def _content(material: Material, points: int, bars: int) -> dict[str, Any]:
     }
 
 
-def _filled(groups: Iterable[Group]) -> list[Group]:
+def _filled(groups: Iterable[ChartGroup]) -> list[ChartGroup]:
     return [group for group in groups if group.charts]
 
 
@@ -201,14 +203,14 @@ def _never_stale(material: Material) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Board:
+class Ranking:
     """The methods of a setting, ordered by time, each with a bar."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
 
 
-def _board(material: Material, setting: Setting) -> Board:
+def _board(material: Material, setting: Setting) -> Ranking:
     ranked = standings(material, setting)
     longest = max((s.spread.mean for s in ranked if s.always), default=1.0)
     rows = [
@@ -219,10 +221,10 @@ def _board(material: Material, setting: Setting) -> Board:
         }
         for standing in ranked
     ]
-    return Board(title=str(setting), rows=rows)
+    return Ranking(title=str(setting), rows=rows)
 
 
-def _time_text(standing: Standing) -> str:
+def _time_text(standing: MethodTimes) -> str:
     if standing.errors:
         return "failed"
     if not standing.always:
@@ -230,7 +232,7 @@ def _time_text(standing: Standing) -> str:
     return _ranged(standing.reached, seconds)
 
 
-def _of(standing: Standing) -> str:
+def _of(standing: MethodTimes) -> str:
     runs, missed = len(standing.times), len(standing.times) - len(standing.reached)
     return f" in {missed} of {runs} runs" if runs > 1 else ""
 

@@ -16,7 +16,7 @@ MIN_SEEDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class MethodTimes:
     """The times of a method to the target in one setting, one for each run; None if never.
 
     The key of a run is its seed, and how many earlier runs had the same seed.
@@ -41,7 +41,7 @@ class Standing:
         """The mean time with its confidence interval."""
         return spread(self.reached)
 
-    def speedup_over(self, other: Standing) -> Spread:
+    def speedup_over(self, other: MethodTimes) -> Spread:
         """How many times faster this one is, paired by seed; by the means if no seed is shared."""
         both = [
             (theirs, ours)
@@ -63,7 +63,7 @@ class Verdict:
     why: str = ""
 
 
-def standings(material: Material, setting: Setting) -> list[Standing]:
+def standings(material: Material, setting: Setting) -> list[MethodTimes]:
     """All methods in a setting: first those that always reached the target, by their time."""
     target, found = material.target, []
     for method in material.methods:
@@ -76,7 +76,7 @@ def standings(material: Material, setting: Setting) -> list[Standing]:
             reached = None if run.result is None or not target else run.result.seconds_to(target)
             times[run.seed, repeats] = reached
         errors = [run.error or "it failed" for run in runs if run.result is None]
-        found.append(Standing(method=method, times=times, errors=errors))
+        found.append(MethodTimes(method=method, times=times, errors=errors))
     return sorted(found, key=lambda s: (not s.always, s.spread.mean if s.reached else 0.0))
 
 
@@ -126,7 +126,7 @@ def headline(verdicts: Sequence[Verdict]) -> str:
     return f"{text}, but not all of this is sure." if unsure else f"{text}."
 
 
-def _by_how_much(first: Standing, others: Sequence[Standing]) -> str:
+def _by_how_much(first: MethodTimes, others: Sequence[MethodTimes]) -> str:
     """How much faster the first was than the second, and than allreduce or else the last."""
     if not others:
         return ""
@@ -139,7 +139,7 @@ def _by_how_much(first: Standing, others: Sequence[Standing]) -> str:
     return ": " + " and ".join(parts)
 
 
-def _confidence(first: Standing, others: Sequence[Standing]) -> tuple[str, str]:
+def _confidence(first: MethodTimes, others: Sequence[MethodTimes]) -> tuple[str, str]:
     second, margin = others[0], first.speedup_over(others[0])
     if margin.seeds < 2:
         return UNSURE, (
@@ -158,7 +158,9 @@ def _confidence(first: Standing, others: Sequence[Standing]) -> tuple[str, str]:
     return UNSURE, f"The two are too close to tell: {interval}; below 1 means slower.{also}{more}"
 
 
-def _too_close(material: Material, setting: Setting, first: Standing, second: Standing) -> str:
+def _too_close(
+    material: Material, setting: Setting, first: MethodTimes, second: MethodTimes
+) -> str:
     """A remark if the first two are closer than the time between two evaluations."""
     gaps = []
     for result in material.results(setting, first.method):
@@ -172,7 +174,7 @@ def _too_close(material: Material, setting: Setting, first: Standing, second: St
     )
 
 
-def _failures(ranked: Sequence[Standing], target: float) -> Iterator[str]:
+def _failures(ranked: Sequence[MethodTimes], target: float) -> Iterator[str]:
     for standing in ranked:
         runs = len(standing.times)
         never = runs - len(standing.reached) - len(standing.errors)

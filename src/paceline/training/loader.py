@@ -71,7 +71,7 @@ def part_of(batch: Indices, workers: int, index: int) -> Indices:
     return batch[first : first + each + (index < more)]
 
 
-class Collective(NamedTuple):
+class LastCollective(NamedTuple):
     """The last collective of all workers: its number, and the workers that took part."""
 
     number: int
@@ -87,7 +87,7 @@ class AssignedBatches:
 
     def __init__(self) -> None:
         self._batches: list[Indices] = []
-        self._last: Collective | None = None
+        self._last: LastCollective | None = None
         self.save()
 
     def save(self) -> None:
@@ -102,7 +102,7 @@ class AssignedBatches:
         """Note that a batch is divided among the members of the last collective."""
         self._batches.append(batch)
 
-    def after_collective(self, now: Collective) -> list[Indices]:
+    def after_collective(self, now: LastCollective) -> list[Indices]:
         """Note the last collective; return the parts of workers that were lost before it."""
         last, self._last = self._last or now, now
         workers = len(last.members)
@@ -117,7 +117,7 @@ def divide_epoch(
     order: Indices,
     batch_size: int,
     worker: int,
-    last_collective: Callable[[], Collective],
+    last_collective: Callable[[], LastCollective],
     assigned: AssignedBatches,
 ) -> Iterator[Indices]:
     """Like :func:`shard_epoch`, but among the workers that remain.
@@ -339,10 +339,10 @@ class PacedLoader:
         """At the end: how many batches were lost with their workers and not trained on again."""
         return len(self.assigned.after_collective(self.last_collective()))
 
-    def last_collective(self) -> Collective:
+    def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
         comm, workers = self._session.world, self._session.size
-        return Collective(comm.collectives_done, tuple(r for r in comm.present if r < workers))
+        return LastCollective(comm.collectives_done, tuple(r for r in comm.present if r < workers))
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""

@@ -23,9 +23,9 @@ from paceline.report.timeline.items import (
     RECEIVE,
     SEND,
     WAIT,
-    Message,
-    Span,
+    Arrow,
     Step,
+    Stretch,
 )
 from paceline.report.timeline.lanes import Lane
 from paceline.report.timeline.traced import Tally, TracedRun
@@ -62,7 +62,7 @@ def spans_of(traced, **window):
     """The spans of each rank."""
     spans = defaultdict(list)
     for item in traced.items(**window):
-        if isinstance(item, Span):
+        if isinstance(item, Stretch):
             spans[item.rank].append(item)
     return spans
 
@@ -126,7 +126,7 @@ def test_a_message_is_waited_for_until_it_is_sent_then_received(tmp_path):
     pl.simulate(late, workers=2, cluster=cluster, out=tmp_path)
     traced = TracedRun(tmp_path)
     waits = [(s.kind, s.end_s - s.start_s) for s in spans_of(traced)[1] if s.facts.get("peer") == 0]
-    (message,) = [item for item in traced.items() if isinstance(item, Message)]
+    (message,) = [item for item in traced.items() if isinstance(item, Arrow)]
     assert [kind for kind, _ in waits[-2:]] == [WAIT, RECEIVE]
     assert [took_s for _, took_s in waits[-2:]] == pytest.approx([0.5, 0.25])
     assert (message.src, message.dst) == (0, 1)
@@ -214,7 +214,7 @@ def test_every_received_message_appears_once(strategy, tmp_path):
     _, traced = simulated(tmp_path, strategy=strategy)
     records = list(read(tmp_path / "trace.jsonl"))
     taken = [r for r in records if r["event"] == "recv" or (r["event"] == "peek" and r["version"])]
-    messages = [item for item in traced.items() if isinstance(item, Message)]
+    messages = [item for item in traced.items() if isinstance(item, Arrow)]
     assert sorted((r["peer"], r["rank"]) for r in taken) == sorted(m[::2] for m in messages)
     assert messages and all(m.sent_s <= m.taken_s for m in messages)
 
@@ -222,7 +222,7 @@ def test_every_received_message_appears_once(strategy, tmp_path):
 def test_a_message_received_before_its_sender_recorded_it_still_appears(tmp_path):
     """In real runs the receiver's record may be older than the sender's."""
     _, traced = simulated(tmp_path, strategy="easgd", workers=2, cluster="one-server")
-    before = sorted(item for item in traced.items() if isinstance(item, Message))
+    before = sorted(item for item in traced.items() if isinstance(item, Arrow))
     records = list(read(tmp_path / "trace.jsonl"))
     for record in records:
         if record["event"] == "post" and record["rank"] == 2:
@@ -230,7 +230,7 @@ def test_a_message_received_before_its_sender_recorded_it_still_appears(tmp_path
             record["send_s"] += 1e-4
     records.sort(key=lambda record: record["t"])
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    after = sorted(item for item in TracedRun(tmp_path).items() if isinstance(item, Message))
+    after = sorted(item for item in TracedRun(tmp_path).items() if isinstance(item, Arrow))
     assert [message[::2] for message in after] == [message[::2] for message in before]
     assert all(message.sent_s <= message.taken_s for message in after)
 
@@ -314,7 +314,7 @@ def test_the_spans_of_a_step_fill_it_whatever_was_in_it(busy, before_s, apply_s,
     step = {"t": end_s, "event": "step", "step": 0, "samples": 1, "apply_s": apply_s}
     step["step_s"] = min(before_s, end_s - 1.0)
     items = list(lane.closed(step) if is_worker else lane.rest(end_s))
-    spans = [item for item in items if isinstance(item, Span)]
+    spans = [item for item in items if isinstance(item, Stretch)]
     assert_follow_each_other(spans)
     assert spans[0].start_s == 1.0 and spans[-1].end_s == pytest.approx(end_s)
     assert sum(span.kind == WAIT for span in spans) == len(busy)

@@ -19,11 +19,11 @@ from paceline.report.timeline.items import (
     NAMES,
     RECEIVE,
     SEND,
+    Arrow,
     Item,
-    Message,
     Point,
-    Span,
     Step,
+    Stretch,
 )
 from paceline.report.timeline.traced import TracedRun, names_of
 
@@ -53,12 +53,12 @@ class ChromeTrace:
 
     def add(self, run: TracedRun, item: Item) -> None:
         """Write one item of one of the runs."""
-        if isinstance(item, Span):
+        if isinstance(item, Stretch):
             self._slice(run, item, item.kind, item.what, item.facts)
         elif isinstance(item, Step):
             facts = {"step": item.number, "samples": item.samples}
             self._slice(run, item, "step", f"step {item.number}", facts)
-        elif isinstance(item, Message):
+        elif isinstance(item, Arrow):
             self._arrow(run, item)
         else:
             self._counter(run, item)
@@ -68,13 +68,13 @@ class ChromeTrace:
         self._file.write("\n]}\n")
 
     def _slice(
-        self, run: TracedRun, item: Span | Step, lane: str, name: str, facts: dict[str, Any]
+        self, run: TracedRun, item: Stretch | Step, lane: str, name: str, facts: dict[str, Any]
     ) -> None:
         start, end = self._ns(item.start_s), self._ns(item.end_s)
         ids = self._lane_ids(run, item.rank, lane)
         self._write("X", name, ids, start, cat=lane, dur=_us(end - start), args=facts)
 
-    def _arrow(self, run: TracedRun, message: Message) -> None:
+    def _arrow(self, run: TracedRun, message: Arrow) -> None:
         self._flows += 1
         flow = {"cat": "message", "id": self._flows}
         src, dst = self._lane_ids(run, message.src, SEND), self._lane_ids(run, message.dst, RECEIVE)

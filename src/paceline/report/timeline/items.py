@@ -32,7 +32,7 @@ NAMES = {**dict(zip(KINDS, KINDS, strict=True)), IO: "I/O"}
 """The kinds as users see them."""
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """A time in which a rank did one thing."""
 
     rank: int
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     samples: int
 
 
-class Message(NamedTuple):
+class Arrow(NamedTuple):
     """A message, from the span that sent it to the span that received it."""
 
     src: int
@@ -71,12 +71,12 @@ class Point(NamedTuple):
     value: float
 
 
-Item = Span | Step | Message | Point
+Item = Stretch | Step | Arrow | Point
 
 
 def shift(item: Item, by_s: float) -> Item:
     """The same item, ``by_s`` later."""
-    if isinstance(item, Message):
+    if isinstance(item, Arrow):
         return item._replace(sent_s=item.sent_s + by_s, taken_s=item.taken_s + by_s)
     if isinstance(item, Point):
         return item._replace(time_s=item.time_s + by_s)
@@ -89,7 +89,7 @@ def cut(item: Item, from_s: float, to_s: float) -> Item | None:
     >>> cut(Step(0, 7, 1.0, 3.0, 32), 2.0, 9.0)
     Step(rank=0, number=7, start_s=2.0, end_s=3.0, samples=32)
     """
-    if isinstance(item, Message):
+    if isinstance(item, Arrow):
         return item if from_s <= item.sent_s and item.taken_s <= to_s else None
     if isinstance(item, Point):
         return item if from_s <= item.time_s <= to_s else None

@@ -14,10 +14,10 @@ from paceline.report.timeline.items import (
     RECEIVE,
     SEND,
     WAIT,
+    Arrow,
     Item,
-    Message,
-    Span,
     Step,
+    Stretch,
 )
 
 _SLIVER_S = 1e-9
@@ -47,13 +47,13 @@ class Lane:
     is_worker: bool
     at_s: float
     step_s: float | None = None
-    busy: list[Span] = field(default_factory=list)
+    busy: list[Stretch] = field(default_factory=list)
 
     def add(self, kind: str, what: str, start_s: float, end_s: float, **facts: Any) -> None:
         """Note that the rank was busy, after all earlier spans."""
         after_s = self.busy[-1].end_s if self.busy else self.at_s
         start_s = max(start_s, after_s)
-        self.busy.append(Span(self.rank, kind, what, start_s, max(start_s, end_s), facts))
+        self.busy.append(Stretch(self.rank, kind, what, start_s, max(start_s, end_s), facts))
 
     def closed(self, record: Event) -> Iterator[Item]:
         """The items that a record completes; for a worker, those up to its last step."""
@@ -64,7 +64,7 @@ class Lane:
         elif record["event"] == "finish":
             yield from self.rest(record["t"])
 
-    def rest(self, until_s: float = 0.0) -> Iterator[Span]:
+    def rest(self, until_s: float = 0.0) -> Iterator[Stretch]:
         """All remaining spans of a rank that makes no more steps."""
         own = COMPUTE if self.is_worker else APPLY
         end_s = max(until_s, self.busy[-1].end_s if self.busy else self.at_s)
@@ -90,9 +90,9 @@ class Lane:
             at_s = span.end_s
         yield at_s, max(at_s, end_s)
 
-    def _filled(self, end_s: float, divide: Divide) -> Iterator[Span]:
+    def _filled(self, end_s: float, divide: Divide) -> Iterator[Stretch]:
         """The busy spans, and between them the gaps as ``divide`` splits them."""
-        last: Span | None = None
+        last: Stretch | None = None
         ends = [*self.busy, None]
         for gap, span in zip(self._gaps(end_s), ends, strict=True):
             for kind, start_s, stop_s in divide(*gap):
@@ -101,7 +101,7 @@ class Lane:
                 elif stop_s - start_s > _SLIVER_S:
                     if last is not None:
                         yield last
-                    last = Span(self.rank, kind, _WORK[kind], start_s, stop_s, {})
+                    last = Stretch(self.rank, kind, _WORK[kind], start_s, stop_s, {})
             if span is not None:
                 if last is not None:
                     yield last
@@ -141,7 +141,7 @@ class MessageMatcher:
         self._calls: defaultdict[Call, int] = defaultdict(int)
         self._arrivals: dict[Call, tuple[int, float]] = {}
         self._open: defaultdict[int, deque[Call]] = defaultdict(deque)
-        self._acts: dict[str, Callable[[Event, Lane], Sequence[Message] | None]] = {
+        self._acts: dict[str, Callable[[Event, Lane], Sequence[Arrow] | None]] = {
             "post": self._post,
             "send": self._send,
             "send_end": self._send_end,
@@ -155,40 +155,40 @@ class MessageMatcher:
             "batch": self._batch,
         }
 
-    def add(self, record: Event, lane: Lane) -> Sequence[Message]:
+    def add(self, record: Event, lane: Lane) -> Sequence[Arrow]:
         """Add the span of a record to the rank's lane; return the messages that it completes."""
         act = self._acts.get(record["event"])
         return (act(record, lane) if act else None) or ()
 
     # Messages
 
-    def _post(self, record: Event, lane: Lane) -> Sequence[Message]:
+    def _post(self, record: Event, lane: Lane) -> Sequence[Arrow]:
         start_s = record["t"] - record.get("send_s", 0.0)
         lane.add(SEND, "post", start_s, record["t"], **_facts(record))
         return self._was_sent(record, lane.busy[-1].start_s)
 
-    def _send(self, record: Event, lane: Lane) -> Sequence[Message]:
+    def _send(self, record: Event, lane: Lane) -> Sequence[Arrow]:
         lane.add(SEND, "send", record["t"], record["t"], **_facts(record))
         return self._was_sent(record, lane.busy[-1].start_s)
 
     def _send_end(self, record: Event, lane: Lane) -> None:
         lane.add(SEND, "send", start_of(record), record["t"])
 
-    def _was_sent(self, record: Event, sent_s: float) -> Sequence[Message]:
+    def _was_sent(self, record: Event, sent_s: float) -> Sequence[Arrow]:
         box = record["rank"], record["peer"], record["tag"]
         if self._early[box]:  # the receiver's record is older than the sender's
-            return [Message(box[0], sent_s, box[1], max(sent_s, self._early[box].popleft()))]
+            return [Arrow(box[0], sent_s, box[1], max(sent_s, self._early[box].popleft()))]
         self._sent[box].append(sent_s)
         return ()
 
-    def _recv(self, record: Event, lane: Lane) -> Sequence[Message]:
+    def _recv(self, record: Event, lane: Lane) -> Sequence[Arrow]:
         box = record["peer"], record["rank"], record["tag"]
         sent_s = self._sent[box].popleft() if self._sent[box] else None
         taken_s = self._received(record, lane, "receive", sent_s)
         if sent_s is None:
             self._early[box].append(taken_s)
             return ()
-        return [Message(box[0], sent_s, box[1], taken_s)]
+        return [Arrow(box[0], sent_s, box[1], taken_s)]
 
     def _received(self, record: Event, lane: Lane, what: str, sent_s: float | None) -> float:
         """Split a wait at the time of sending; return when the message started to arrive."""
@@ -211,14 +211,14 @@ class MessageMatcher:
         published[record["version"]] = lane.busy[-1].start_s
         published.pop(record["version"] - _REMEMBERED, None)
 
-    def _peek(self, record: Event, lane: Lane) -> Sequence[Message]:
+    def _peek(self, record: Event, lane: Lane) -> Sequence[Arrow]:
         src, version = record["peer"], record["version"]
         published_s = self._published[src].get(version)
         known_s = start_of(record) if published_s is None else published_s
         taken_s = self._received(record, lane, "peek", known_s)
         if published_s is None:
             return ()
-        return [Message(src, published_s, record["rank"], taken_s)]
+        return [Arrow(src, published_s, record["rank"], taken_s)]
 
     # Collectives
 

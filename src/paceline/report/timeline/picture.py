@@ -16,10 +16,10 @@ from paceline.report.timeline.items import (
     RECEIVE,
     SEND,
     WAIT,
+    Arrow,
     Item,
-    Message,
-    Span,
     Step,
+    Stretch,
 )
 from paceline.report.timeline.traced import TracedRun, names_of
 
@@ -69,12 +69,12 @@ class Picture:
     def add(self, run: TracedRun, item: Item) -> None:
         """Draw one item of one of the runs."""
         panel = self._panels[run]
-        if isinstance(item, Span):
+        if isinstance(item, Stretch):
             panel.count(item)
             panel.bar(item.rank, item.kind, self._x(item.start_s), self._x(item.end_s))
         elif isinstance(item, Step):
             panel.tick(item.rank, self._x(item.end_s))
-        elif isinstance(item, Message):
+        elif isinstance(item, Arrow):
             panel.arrow(item, self._x(item.sent_s), self._x(item.taken_s))
 
     def svg(self) -> str:
@@ -128,7 +128,7 @@ class _Panel:
         self._arrows: list[str] = []
         self.bottom = top + TITLE + ROW * (len(self._rows) + bool(self._left_out))
 
-    def count(self, span: Span) -> None:
+    def count(self, span: Stretch) -> None:
         """Add the time of a worker's span to its kind."""
         if span.end_s > span.start_s:
             self.kinds.add(span.kind)
@@ -146,7 +146,7 @@ class _Panel:
         if rank in self._rows:
             self._ticks.append(f"M{x} {self._rows[rank] - 3}v{BAR + 6}")
 
-    def arrow(self, message: Message, sent: float, taken: float) -> None:
+    def arrow(self, message: Arrow, sent: float, taken: float) -> None:
         """Draw a message."""
         if message.src in self._rows and message.dst in self._rows:
             low, high = (self._rows[rank] + BAR / 2 for rank in (message.src, message.dst))

@@ -16,7 +16,7 @@ from paceline.common.reading import parse_object, read_object, read_text, refuse
 from paceline.errors import UsageError, summary_of
 from paceline.record.folder import CONFIG, METRICS, TRACE
 from paceline.record.trace import outline, read
-from paceline.report.timeline.items import KINDS, Item, Point, Span, cut, shift
+from paceline.report.timeline.items import KINDS, Item, Point, Stretch, cut, shift
 from paceline.report.timeline.lanes import Event, Lane, MessageMatcher, start_of
 
 
@@ -218,7 +218,7 @@ class Tally:
 
     def add(self, item: Item) -> None:
         """Count an item, if it is a span."""
-        if not isinstance(item, Span):
+        if not isinstance(item, Stretch):
             return
         times, zero_s = self._run.times[item.rank], self._run.zero_s
         start_s, end_s = item.start_s, item.end_s
