@@ -82,7 +82,7 @@ def test_what_is_said_to_a_new_life_at_once_is_heard(two, monkeypatch):
 
     monkeypatch.setattr(other.shared.table, "enter", enter_and_be_written_to)
     lose(other)
-    assert Comm(other).poll(LIKE) == [(0, torch.tensor([7.0]), b"")]
+    assert Comm(other).board.poll(LIKE) == [(0, torch.tensor([7.0]), b"")]
 
 
 # Batches -----------------------------------------------------------------------------------------

@@ -198,10 +198,10 @@ def act_at_random(comm, seed, stepper):
         tag = choose.randrange(2)
         deed = choose.choice(
             [
-                partial(comm.post, x, peer, tag),
-                partial(comm.poll, X, tag),
-                partial(comm.publish, x),
-                partial(comm.peek, peer),
+                partial(comm.board.post, x, peer, tag),
+                partial(comm.board.poll, X, tag),
+                partial(comm.board.publish, x),
+                partial(comm.board.peek, peer),
                 partial(comm.ports.queue.draw, 0, number // 8),
                 comm.alive,
             ]

@@ -389,7 +389,7 @@ def talk(transport, channel, argument):
             comm.clock.charge(1e-6)
             comm.board.peek(0)
     elif comm.rank == 0:
-        (comm.send if way == "send" else comm.post)(x, 1)
+        (comm.send if way == "send" else comm.board.post)(x, 1)
     elif comm.rank == 1:
         comm.receive(x, 0)
     return comm.clock.now()
