@@ -203,7 +203,7 @@ def act_at_random(comm, seed, stepper):
                 partial(comm.board.publish, x),
                 partial(comm.board.peek, peer),
                 partial(comm.ports.queue.draw, 0, number // 8),
-                comm.alive,
+                comm.members.alive,
             ]
         )
         seen.append(repr(deed()))
