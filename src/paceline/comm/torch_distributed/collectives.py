@@ -45,28 +45,17 @@ class DistributedCollectives(Collectives):
     """The collectives of one rank.
 
     Args:
-        rank: this rank.
-        size: how many there are.
-        limits: how long to wait.
         peers: looks after the others.
         mail: knows who has departed.
         rank_order: sum in rank order, bit for bit as the other worlds do; slower.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        limits: Limits,
-        peers: Peers,
-        mail: DistributedMail,
-        rank_order: bool,
-    ) -> None:
-        self._rank, self._limits, self._peers, self._mail = rank, limits, peers, mail
+    def __init__(self, peers: Peers, mail: DistributedMail, rank_order: bool) -> None:
+        self._rank, self._peers, self._mail = peers.rank, peers, mail
         self._rank_order = rank_order
         self._nccl = "nccl" in str(dist.get_backend_config())
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._group(tuple(range(size)))
+        self._group(tuple(range(peers.size)))
 
     def all_reduce(
         self,
@@ -117,7 +106,7 @@ class DistributedCollectives(Collectives):
         self._peers.check()
         if members not in self._groups:
             with self._peers.explaining("the making of a group"):
-                self._groups[members] = _Group(members, self._limits)
+                self._groups[members] = _Group(members, self._peers.limits)
         return self._groups[members]
 
     def _agree(self, group: _Group, op: str, x: Tensor, weight: int, flags: int = 0) -> Total:
@@ -148,7 +137,7 @@ class DistributedCollectives(Collectives):
                 self._wait_a_tick(work)
                 return
             except RuntimeError as error:
-                watch = watch or Watch(op, self._limits)
+                watch = watch or Watch(op, self._peers.limits)
                 if "timed out" not in str(error).lower():
                     raise self._peers.find_lost(watch, others) from None
                 gone = {r: why for r in others if (why := self._mail.why_gone(r)) is not None}

@@ -12,12 +12,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from paceline.comm.launchers import Launched
+from paceline.comm.launchers import LOOPBACK, Launched
 from paceline.comm.limits import Limits
 from paceline.comm.torch_distributed.collectives import forever
 from paceline.comm.torch_distributed.peers import Peers
@@ -25,7 +24,7 @@ from paceline.comm.torch_distributed.world import PREFIX, DistributedPorts
 from paceline.errors import NotLaunched, PeerLost
 
 Tell = Callable[[PeerLost], None]
-_TICK = timedelta(seconds=0.25)
+_TICK_S = 0.25
 _SIOCGIFADDR = 0x8915
 
 
@@ -35,8 +34,8 @@ def connect_on_loopback(
     """Join the run of a launcher on this host, which listens at ``fd``."""
     with _watched(rank, size, limits, tell) as peers:
         peers.set_awaited([0], "rank 0")
-        store = open_store("127.0.0.1", port, rank, size, fd)
-        return _join(store, "127.0.0.1", rank, size, limits, started_s, peers)
+        store = open_store(LOOPBACK, port, rank, size, fd)
+        return _join(store, LOOPBACK, peers, started_s, size)
 
 
 def connect_launched(
@@ -50,9 +49,7 @@ def connect_launched(
     with _watched(rank, size, limits, tell) as peers:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
-            return DistributedPorts(
-                store, rank, size, limits, peers, started_s, rank_order, owns_groups=False
-            )
+            return DistributedPorts(store, peers, started_s, rank_order, owns_groups=False)
         if rank or agent:
             _reach(host, port, peers)
         with peers.explaining("the start", 0), peers.asking():
@@ -60,8 +57,7 @@ def connect_launched(
         if agent:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt_{attempt}", store)
-        here = place.local_size
-        return _join(store, host, rank, size, limits, started_s, peers, rank_order, here)
+        return _join(store, host, peers, started_s, place.local_size, rank_order)
 
 
 @contextmanager
@@ -84,7 +80,7 @@ def _reach(host: str, port: int, peers: Peers) -> None:
         except OSError as error:
             why = error.strerror or str(error)
         peers.set_awaited([0], f"rank 0 at {host}:{port} ({why})")
-        time.sleep(_TICK.total_seconds())
+        time.sleep(_TICK_S)
 
 
 def open_store(
@@ -106,23 +102,20 @@ def open_store(
 def _join(
     store: dist.Store,
     host: str,
-    rank: int,
-    size: int,
-    limits: Limits,
-    started_s: float,
     peers: Peers,
+    started_s: float,
+    local_size: int,
     rank_order: bool = False,
-    local_size: int | None = None,
 ) -> DistributedPorts:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     peers.wait_for_all(dist.PrefixStore(PREFIX, store))
-    backend = _backend(local_size or size)
+    backend, timeout = _backend(local_size), forever(peers.limits)
     with peers.explaining("the start"):
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=forever(limits)
+            backend, store=store, rank=peers.rank, world_size=peers.size, timeout=timeout
         )
-    return DistributedPorts(store, rank, size, limits, peers, started_s, rank_order)
+    return DistributedPorts(store, peers, started_s, rank_order)
 
 
 def _backend(here: int) -> str:

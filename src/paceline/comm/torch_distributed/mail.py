@@ -10,9 +10,9 @@ behind its vector.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.limits import Limits
 from paceline.comm.liveness import Watch
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
@@ -84,16 +83,6 @@ class _Held(NamedTuple):
     x: Tensor
 
 
-class _Shown(NamedTuple):
-    """A message that others can have: its vector and header, in one tensor."""
-
-    payload: Tensor
-    dtype: torch.dtype
-    numel: int
-    header_bytes: int
-    version: int
-
-
 class _Offer(Sending):
     def __init__(self, mail: DistributedMail, dst: int, number: int) -> None:
         self._mail, self._dst, self._number = mail, dst, number
@@ -108,43 +97,28 @@ class _Fetch:
     """A vector on its way here. Waiting for it cannot be ended, so a thread does, and is left."""
 
     def __init__(self, group: Any, x: Tensor, src: int, tag: int) -> None:
-        self.x = x
-        self._looked_s = time.monotonic()
-        self._came: list[bool] = []
-        arguments = (group, src, tag)
+        self.x, self.came = x, False
         self._thread = threading.Thread(
-            target=self._receive, args=arguments, name="paceline-fetch", daemon=True
+            target=self._receive, args=(group, src, tag), name="paceline-fetch", daemon=True
         )
         self._thread.start()
 
     def _receive(self, group: Any, src: int, tag: int) -> None:
-        try:
+        with suppress(RuntimeError):
             group.recv([self.x], src, tag).wait()
-            self._came.append(True)
-        except RuntimeError:
-            self._came.append(False)
+            self.came = True
 
-    def outcome(self, seconds: float) -> bool | None:
-        """Whether it came; None while that is not known, after so long a wait."""
-        if seconds and not self._came:
-            self._thread.join(seconds)
-        return self._came[0] if self._came else None
-
-    def is_late(self) -> bool:
-        """Whether it is time to look after its sender: once in a while."""
-        now_s = time.monotonic()
-        late = now_s >= self._looked_s + _TICK_S
-        if late:
-            self._looked_s = now_s
-        return late
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Whether it came, or failed, after so long a wait."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
 
 class DistributedMail(Mail):
     """The messages of one rank."""
 
-    def __init__(self, rank: int, size: int, limits: Limits, peers: Peers) -> None:
-        self.rank, self.size = rank, size
-        self._limits, self._peers = limits, peers
+    def __init__(self, peers: Peers) -> None:
+        self.rank, self.size, self._peers = peers.rank, peers.size, peers
         with peers.explaining("the start"):
             self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
@@ -152,14 +126,14 @@ class DistributedMail(Mail):
         self._windows: dict[int, tuple[int, Announcement]] = {}
         self._held: dict[int, _Held] = {}
         self._fetches: dict[tuple[int, int], _Fetch] = {}
-        self._announced = [deque[Any](maxlen=_ANNOUNCED_KEPT) for _ in range(size)]
-        self._shown: dict[int, _Shown] = {}
+        self._announced = [deque[Any](maxlen=_ANNOUNCED_KEPT) for _ in range(self.size)]
+        self._shown: dict[int, tuple[Announcement, Tensor]] = {}
         self._left: set[int] = set()
         self.finished: frozenset[int] = frozenset()
         self.stopping = False
         self._number = 0
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
-        if size > 1:
+        if self.size > 1:
             self._thread.start()
 
     def why_gone(self, rank: int) -> str | None:
@@ -222,7 +196,7 @@ class DistributedMail(Mail):
         any_loss: bool = False,
     ) -> Any:
         """Wait until ``ready`` returns something; return ``Lost`` when all, or any, are gone."""
-        watch = Watch(op, self._limits, patient)
+        watch = Watch(op, self._peers.limits, patient)
         while True:
             with self._changed:
                 if (value := ready()) is not None:
@@ -246,7 +220,8 @@ class DistributedMail(Mail):
     def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> _Offer:
         self._peers.check()
         payload = _payload(x, header) if header else x.cpu()
-        return _Offer(self, dst, self._offer(Kind.SEND, dst, tag, _shown(x, payload, header)))
+        number = self._offer(dst, _announcement(Kind.SEND, tag, x, header), payload)
+        return _Offer(self, dst, number)
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._peers.check()
@@ -254,22 +229,20 @@ class DistributedMail(Mail):
             held = sum(h.dst == dst and h.kind == Kind.POST for h in self._held.values())
         if held >= MAILBOX_CAPACITY or self.why_gone(dst) is not None:
             return False
-        self._offer(Kind.POST, dst, tag, _shown(x, _payload(x, header), header))
+        self._offer(dst, _announcement(Kind.POST, tag, x, header), _payload(x, header))
         return True
 
     def is_taken(self, number: int) -> bool:
         """Whether a vector was taken."""
         return number not in self._held
 
-    def _offer(self, kind: Kind, dst: int, tag: int, shown: _Shown) -> int:
+    def _offer(self, dst: int, announcement: Announcement, payload: Tensor) -> int:
         with self._changed:
             self._number += 1
             number = self._number
-            work = self._send(shown.payload, dst, _FIRST_TAG + number % _TAGS)
-            self._held[number] = _Held(dst, kind, work, shown.payload)
-        dtype, header_bytes = DTYPES.index(shown.dtype), shown.header_bytes
-        announced = (dtype, shown.numel, number, shown.version, header_bytes)
-        self._announce(dst, Announcement(kind, tag, *announced))
+            work = self._send(payload, dst, _FIRST_TAG + number % _TAGS)
+            self._held[number] = _Held(dst, announcement.kind, work, payload)
+        self._announce(dst, announcement._replace(number=number))
         return number
 
     def _announce(self, dst: int, announcement: Announcement) -> None:
@@ -295,41 +268,31 @@ class DistributedMail(Mail):
             found = self.wait(lambda: self._find(sources, tag), sources, op, any_loss, any_loss)
             if isinstance(found, Lost):
                 return found
-            message = self._take(found[0], found[1], like)
-            if message is not None:
-                self._fetch_ahead(like, sources, tag)
+            src, announced = found[0]
+            if (message := self._take(src, announced, like)) is not None:
+                for src, announced in (self._find(sources, tag) or ())[:1]:
+                    if self._fits(announced, like):
+                        self._fetch(src, announced)
                 return message
-
-    def _fetch_ahead(self, like: Tensor, sources: Sequence[int], tag: int) -> None:
-        with self._changed:
-            found = self._find(sources, tag)
-        if found is not None and self._fits(found[1], like):
-            self._fetch(*found)
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         """Take a message that is here in full; those that are not are fetched meanwhile."""
         self._peers.check()
-        for src, announced in self._oldest(sources, tag):
+        for src, announced in self._find(sources, tag) or ():
             if not self._fits(announced, like) or self._is_here(src, announced):
                 message = self._take(src, announced, like)
                 if message is not None:
                     return message
         return None
 
-    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Announcement] | None:
-        for src, announced in self._inbox:
-            if src in sources and announced.tag == tag:
-                return src, announced
-        return None
-
-    def _oldest(self, sources: Sequence[int], tag: int) -> list[tuple[int, Announcement]]:
-        """The first message of each sender."""
+    def _find(self, sources: Sequence[int], tag: int) -> list[tuple[int, Announcement]] | None:
+        """The first message of each sender, as they came; None when there is none."""
         oldest: dict[int, Announcement] = {}
         with self._changed:
             for src, announced in self._inbox:
                 if src in sources and announced.tag == tag:
                     oldest.setdefault(src, announced)
-        return list(oldest.items())
+        return [*oldest.items()] or None
 
     def _fits(self, announced: Announcement, like: Tensor) -> bool:
         return (announced.numel, announced.dtype) == (like.numel(), DTYPES.index(like.dtype))
@@ -340,9 +303,8 @@ class DistributedMail(Mail):
         A small one is as good as here. Nor does it wait when the sender was lost.
         """
         fetch = self._fetch(src, announced)
-        if fetch.x.nbytes <= _SMALL_BYTES:
-            return True
-        return fetch.outcome(0) is not None or self._is_hopeless(fetch, src)
+        small = fetch.x.nbytes <= _SMALL_BYTES
+        return small or fetch.is_over() or self._peers.why_lost(src) is not None
 
     def _take(self, src: int, announced: Announcement, like: Tensor | None) -> Message | None:
         """Fetch an announced message; None when its sender died with it."""
@@ -356,7 +318,7 @@ class DistributedMail(Mail):
             fetch = self._fetch(src, announced)
             self._await(fetch, src)
             del self._fetches[src, number]
-            if not fetch.outcome(0):
+            if not fetch.came:
                 return None
         finally:
             self._announce(src, Announcement(Kind.TAKEN, number=number))
@@ -382,11 +344,8 @@ class DistributedMail(Mail):
 
         A sender that has finished is still here: it stays until all have what they were sent.
         """
-        while fetch.outcome(_TICK_S) is None and not self._is_hopeless(fetch, src):
+        while not fetch.is_over(_TICK_S) and self._peers.why_lost(src) is None:
             pass
-
-    def _is_hopeless(self, fetch: _Fetch, src: int) -> bool:
-        return fetch.is_late() and self._peers.why_lost(src) is not None
 
     # Windows -------------------------------------------------------------------------------------
 
@@ -394,8 +353,9 @@ class DistributedMail(Mail):
         self._peers.check()
         payload = _payload(x, header)
         with self._changed:
-            version = self._shown[window].version + 1 if window in self._shown else 1
-            self._shown[window] = _shown(x, payload, header, version)
+            version = self._shown[window][0].version + 1 if window in self._shown else 1
+            announcement = _announcement(Kind.WINDOW, 0, x, header, version)
+            self._shown[window] = announcement, payload
         return version
 
     def peek(
@@ -456,11 +416,13 @@ class DistributedMail(Mail):
         if shown is None:
             self._announce(src, Announcement(Kind.WINDOW, tag=request))
         else:
-            self._offer(Kind.WINDOW, src, request, shown)
+            announcement, payload = shown
+            self._offer(src, announcement._replace(tag=request), payload)
 
 
-def _shown(x: Tensor, payload: Tensor, header: bytes, version: int = 0) -> _Shown:
-    return _Shown(payload, x.dtype, x.numel(), len(header), version)
+def _announcement(kind: Kind, tag: int, x: Tensor, header: bytes, version: int = 0) -> Announcement:
+    code = DTYPES.index(x.dtype)
+    return Announcement(kind, tag, code, x.numel(), version=version, header_bytes=len(header))
 
 
 def _payload(x: Tensor, header: bytes) -> Tensor:

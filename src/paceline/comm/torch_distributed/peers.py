@@ -50,7 +50,7 @@ class Peers:
     def __init__(
         self, rank: int, size: int, limits: Limits, report: Callable[[PeerLost], None]
     ) -> None:
-        self._rank, self._size, self._limits, self._report = rank, size, limits, report
+        self.rank, self.size, self.limits, self._report = rank, size, limits, report
         self._pids: dict[int, int] = {}
         self._processes = Processes(lambda peer: self._pids[peer], limits)
         self._beats: dict[int, tuple[bytes, float]] = {}
@@ -79,10 +79,10 @@ class Peers:
             self._wait_for_all(store)
 
     def _wait_for_all(self, store: Any) -> None:
-        own_host, missing = _host(), [peer for peer in range(self._size) if peer != self._rank]
+        own_host, missing = _host(), [peer for peer in range(self.size) if peer != self.rank]
         beats: dict[int, tuple[bytes, float]] = {}
-        store.set(f"beat/{self._rank}", "0")
-        store.set(f"host/{self._rank}", f"{own_host} {os.getpid()}")
+        store.set(f"beat/{self.rank}", "0")
+        store.set(f"host/{self.rank}", f"{own_host} {os.getpid()}")
         while missing:
             self._share_loss(store)
             for peer in list(missing):
@@ -139,7 +139,7 @@ class Peers:
 
     def find_lost(self, watch: Watch, others: Sequence[int]) -> PeerLost:
         """The error of a wait in which a connection broke; waits a while for the reason."""
-        until_s = time.monotonic() + self._limits.dead_s + 2 * SLACK_S
+        until_s = time.monotonic() + self.limits.dead_s + 2 * SLACK_S
         while self._lost_s is None and time.monotonic() < until_s:
             time.sleep(_POLL_S)
         return self.lost(watch, dict.fromkeys(others, "the connection to it broke"))
@@ -147,11 +147,11 @@ class Peers:
     @contextmanager
     def explaining(self, op: str, suspect: int | None = None) -> Iterator[None]:
         """Turn an error of the backend into the loss that caused it, or a loss of ``suspect``."""
-        watch = Watch(op, self._limits)
+        watch = Watch(op, self.limits)
         try:
             yield
         except RuntimeError as error:
-            known = suspect is not None and suspect != self._rank
+            known = suspect is not None and suspect != self.rank
             loss = self.find_lost(watch, [suspect or 0])
             raise (loss if known or self.has_loss else error) from None
 
@@ -201,8 +201,8 @@ class Peers:
             self._asked_s += seconds
 
     def _look(self, now_s: float) -> None:
-        gone = {peer: why for peer in range(self._size) if (why := self._why_gone(peer))}
-        if not gone and (silent_s := self._store_silent_s(now_s)) > self._limits.dead_s + SLACK_S:
+        gone = {peer: why for peer in range(self.size) if (why := self._why_gone(peer))}
+        if not gone and (silent_s := self._store_silent_s(now_s)) > self.limits.dead_s + SLACK_S:
             gone = {0: f"its store has not answered for {silent_s:.1f} s"}
         if gone and self._lost_s is None:
             # If ranks are stopped, the ended ones gave up because of them: blame the stopped ones.
@@ -220,13 +220,13 @@ class Peers:
         """Why a rank of another host is lost, as of the last reply of the store."""
         _, since_s = self._beats.get(peer, (b"", self._answered_s))
         silent_s = self._answered_s - since_s
-        if silent_s > self._limits.dead_s + SLACK_S:
+        if silent_s > self.limits.dead_s + SLACK_S:
             return f"its heartbeat has stopped for {silent_s:.1f} s"
         return None
 
     def _store_silent_s(self, now_s: float) -> float:
         """How long rank 0's store has not replied; 0 if rank 0 is on this host."""
-        if self._rank == 0 or 0 in self._pids:
+        if self.rank == 0 or 0 in self._pids:
             return 0.0
         asked_s = now_s if self._asked_s is None else self._asked_s
         return now_s - min(asked_s, self._answered_s if self._beats else now_s)
@@ -239,13 +239,13 @@ class Peers:
         return PeerLost(list(self._lost), op, next(iter(self._lost.values())), waited_s)
 
     def _await_start(self, waited_s: float, ranks: list[int], names: str) -> None:
-        limit = f"pl.Limits(start_s={self._limits.start_s:g})"
-        if waited_s > self._limits.start_s:
+        limit = f"pl.Limits(start_s={self.limits.start_s:g})"
+        if waited_s > self.limits.start_s:
             why = f"it has not joined {waited_s:.0f} s after the start ({limit})"
             self._lose(dict.fromkeys(ranks, why))
-        elif waited_s > self._limits.notice_s and not self._noticed:
+        elif waited_s > self.limits.notice_s and not self._noticed:
             self._noticed = True
-            text = f"rank {self._rank} still waits at the start for {names} after {waited_s:.0f} s"
+            text = f"rank {self.rank} still waits at the start for {names} after {waited_s:.0f} s"
             print(f"paceline: {text}; the limit is {limit}", file=sys.stderr, flush=True)
 
     # Heartbeats ----------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ class Peers:
         store, others = store.clone(), list(self._beats)
         while not self._over.wait(HEARTBEAT_S):
             try:
-                store.add(f"beat/{self._rank}", 1)
+                store.add(f"beat/{self.rank}", 1)
                 beats = store.multi_get([f"beat/{peer}" for peer in others])
                 self._share_loss(store)
             except RuntimeError:
-                if self._rank and 0 not in self._departed and self._lost_s is None:
+                if self.rank and 0 not in self._departed and self._lost_s is None:
                     self._lose({0: "the connection to its store broke"})
                 return
             now_s = self._answered_s = time.monotonic()
@@ -279,8 +279,8 @@ class Peers:
             return
         names, why = first.split(" ", 1)
         ranks = [int(name) for name in names.split(",")]
-        if self._rank in ranks:
-            ranks = [peer for peer in range(self._size) if peer != self._rank]
+        if self.rank in ranks:
+            ranks = [peer for peer in range(self.size) if peer != self.rank]
             why = "they have given this rank up"
         self._lose(dict.fromkeys(ranks, why))
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from paceline.comm.clock import RealClock
 from paceline.comm.fixed import FixedMembers
-from paceline.comm.limits import Limits
 from paceline.comm.ports import Ports
 from paceline.comm.torch_distributed.collectives import DistributedCollectives
 from paceline.comm.torch_distributed.mail import DistributedMail
@@ -26,9 +25,6 @@ class DistributedPorts(Ports):
 
     Args:
         store: where ranks find each other, and count.
-        rank: this rank.
-        size: how many there are.
-        limits: how long to wait.
         peers: looks after the others; has met them, unless torch.distributed was there before.
         started_s: the monotonic time that the run's clock begins at.
         rank_order: sum in rank order, bit for bit as the other worlds do; slower.
@@ -40,9 +36,6 @@ class DistributedPorts(Ports):
     def __init__(
         self,
         store: dist.Store,
-        rank: int,
-        size: int,
-        limits: Limits,
         peers: Peers,
         started_s: float = 0.0,
         rank_order: bool = False,
@@ -52,13 +45,13 @@ class DistributedPorts(Ports):
         self._peers, self._owns_groups = peers, owns_groups
         if not owns_groups:
             peers.wait_for_all(self._store)
-        mail = DistributedMail(rank, size, limits, peers)
+        mail = DistributedMail(peers)
         super().__init__(
-            rank,
-            size,
+            peers.rank,
+            peers.size,
             mail,
-            DistributedCollectives(rank, size, limits, peers, mail, rank_order),
-            FixedMembers(size, mail.gone),
+            DistributedCollectives(peers, mail, rank_order),
+            FixedMembers(peers.size, mail.gone),
             DistributedQueue(self._store, peers, mail),
             RealClock(started_s),
         )
