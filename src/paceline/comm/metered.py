@@ -9,7 +9,7 @@ ends in ``_s`` is a duration: ``wait_s`` until it came, ``send_s`` to hand it ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -156,12 +156,9 @@ class MeteredMail(Mail):
         return MeteredSending(recorder, self._inner.start_send(x, dst, tag, header))
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
-        start_s = self._recorder.time_s()
+        recorder, nbytes = self._recorder, x.nbytes + len(header)
+        start_s = recorder.time_s()
         posted = self._inner.post(x, dst, tag, header)
-        return self._posted(x.nbytes + len(header), dst, tag, posted, start_s)
-
-    def _posted(self, nbytes: int, dst: int, tag: int, posted: bool, start_s: float) -> bool:
-        recorder = self._recorder
         if posted:
             recorder.sent("post", dst, nbytes, tag=tag, send_s=recorder.time_s() - start_s)
         else:
@@ -181,10 +178,7 @@ class MeteredMail(Mail):
         return got
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
-        return self._polled(self._inner.try_receive(like, sources, tag), tag)
-
-    def _polled(self, message: Message | None, tag: int) -> Message | None:
-        recorder = self._recorder
+        recorder, message = self._recorder, self._inner.try_receive(like, sources, tag)
         recorder.looks += 1
         if message is not None:
             recorder.note("recv", message.src, message.nbytes, tag=tag, look=recorder.looks)
@@ -204,12 +198,9 @@ class MeteredMail(Mail):
     ) -> Published | None:
         if window != PUBLISHED or gone:
             return self._inner.peek(src, like, window, gone)
-        return self._peeked(src, lambda: self._inner.peek(src, like))
-
-    def _peeked(self, src: int, peek: Callable[[], Published | None]) -> Published | None:
         recorder = self._recorder
         with recorder.waiting:
-            seen = peek()
+            seen = self._inner.peek(src, like)
         if seen is None:
             recorder.note("peek", src, version=None, wait_s=recorder.waited_s)
         else:
@@ -266,10 +257,8 @@ class TracedMembers(Members):
         return self._inner.incarnation(rank)
 
     def alive(self) -> tuple[int, ...]:
-        return self._saw(self._inner.alive())
-
-    def _saw(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Note who is missing, if it is not as when this rank asked last; at first, nobody is."""
+        members = self._inner.alive()
         self._recorder.looks += 1
         if members is self._seen:
             return members
@@ -329,30 +318,24 @@ class TracedQueue(DataQueue):
         self._inner.mark_finished()
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        return self._drew(queue, epoch, self._inner.draw(queue, epoch))
-
-    def _drew(self, queue: int, epoch: int, number: int | None) -> int | None:
+        number = self._inner.draw(queue, epoch)
         self._recorder.note("ticket", queue=queue, epoch=epoch, number=number)
         return number
 
     def closed(self) -> bool:
-        return self._saw_closed(self._inner.closed())
-
-    def _saw_closed(self, closed: bool) -> bool:
         """Note when this rank first saw that all are to stop."""
+        closed = self._inner.closed()
         if closed and not self._closed:
             self._closed = True
             self._recorder.note("stop")
         return closed
 
     def finished(self) -> frozenset[int]:
-        return self._saw_finished(self._inner.finished())
-
-    def _saw_finished(self, ranks: frozenset[int]) -> frozenset[int]:
         """Note who has come to the end of its data, if that is not as when this rank last asked.
 
         A replay needs to know: whom a worker picks depends on it.
         """
+        ranks = self._inner.finished()
         self._recorder.looks += 1
         if ranks != self._finished:
             self._finished = ranks
@@ -367,15 +350,17 @@ class MeteredPorts(Ports):
         inner: the world's own; what goes through them is off the meter.
         trace: what events are written to.
         clock: in place of the world's own.
-
-    Attributes:
-        recorder: what has been counted and noted.
+        recorder: counts and notes, in place of one that writes to ``trace``.
     """
 
     def __init__(
-        self, inner: Ports, trace: Trace | None = None, clock: Clock | None = None
+        self,
+        inner: Ports,
+        trace: Trace | None = None,
+        clock: Clock | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        recorder = Recorder(inner.rank, inner.clock, trace)
+        recorder = recorder or Recorder(inner.rank, inner.clock, trace)
         self.inner, self.recorder = inner, recorder
         super().__init__(
             inner.rank,

@@ -16,27 +16,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.comm.metered import (
-    MeteredCollectives,
-    MeteredMail,
-    MeteredPorts,
-    Recorder,
-    TracedMembers,
-    TracedQueue,
-)
+from torch import Tensor
+
+from paceline.comm.metered import MeteredPorts, Recorder
 from paceline.comm.ports import PUBLISHED, Lost, Message, Published
 from paceline.common.faults import kill
 from paceline.errors import PacelineError, PeerLost, UsageError
 from paceline.record.trace import Trace, is_duration, read
 from paceline.sim.clock import SimulatedClock
+from paceline.sim.mail import SimulatedMail
+from paceline.sim.members import SimulatedMembers
+from paceline.sim.queue import SimulatedQueue
+from paceline.sim.rank import SimulatedRank
+from paceline.sim.world import SimulatedPorts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.record.folder import RecordedRun
-    from paceline.sim.mail import SimulatedMail
-    from paceline.sim.rank import SimulatedRank
-    from paceline.sim.world import SimulatedPorts
 
 Event = dict[str, Any]
 Edition = tuple[int, int]
@@ -98,10 +93,11 @@ class Replay:
                     seen = max(seen, event["version"] or 0 if event["event"] == "peek" else 0)
         return not own or seen > published or not received <= sent
 
-    def follow(self, inner: SimulatedPorts, trace: Trace) -> ReplayedPorts:
+    def follow(self, inner: SimulatedPorts, trace: Trace) -> MeteredPorts:
         """The ports of a rank that repeats its recorded events."""
         script = Script(inner.rank, self._events[inner.rank])
-        return ReplayedPorts(inner, trace, script, self._archive, self._ends)
+        recorder = ReplayedRecorder(inner, trace, script, self._ends)
+        return MeteredPorts(ReplayedPorts(inner, recorder, self._archive), recorder=recorder)
 
 
 class Script:
@@ -247,23 +243,20 @@ class ReplayedRecorder(Recorder):
         super().note(event, peer, nbytes, **more)
 
 
-class ReplayedMail(MeteredMail):
+class ReplayedMail(SimulatedMail):
     """The mail of a replay: the script decides which message and which version a rank gets."""
 
-    _inner: SimulatedMail
-    _recorder: ReplayedRecorder
-
-    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder, archive: Archive) -> None:
-        super().__init__(inner.mail, recorder)
-        self._own, self._archive, self._script = inner.own, archive, recorder.script
+    def __init__(self, own: SimulatedRank, recorder: ReplayedRecorder, archive: Archive) -> None:
+        super().__init__(own)
+        self._recorder, self._archive, self._script = recorder, archive, recorder.script
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._recorder.end_if_due()
         outcome = self._script.decision(f"post to rank {dst}", "post", "post_refused")
-        posted, start_s = bool(outcome["event"] == "post"), self._recorder.time_s()
+        posted = bool(outcome["event"] == "post")
         if posted:
-            self._inner.deliver(x, dst, tag, header)
-        return self._posted(x.nbytes + len(header), dst, tag, posted, start_s)
+            self.deliver(x, dst, tag, header)
+        return posted
 
     def receive(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
@@ -277,11 +270,11 @@ class ReplayedMail(MeteredMail):
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         due = self._script.next_if(event="recv", tag=tag, look=self._recorder.looks + 1)
         if due is None:
-            return self._polled(None, tag)
-        message = self._inner.receive(like, (due["peer"],), tag, "poll")
+            return None
+        message = super().receive(like, (due["peer"],), tag, "poll")
         if isinstance(message, Lost):
             raise self._script.mismatch(f"the end of rank {message.rank}")
-        return self._polled(message, tag)
+        return message
 
     def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
         self._recorder.end_if_due()
@@ -301,61 +294,64 @@ class ReplayedMail(MeteredMail):
         def look() -> Published | None:
             return self._archive.take(self._own, (src, version)) if version else None
 
-        def read() -> Published | None:
-            try:
-                return self._inner.read(src, like, look)
-            except PeerLost as lost:
-                raise self._script.mismatch(f"the end of rank {lost.rank}") from None
-
-        return self._peeked(src, read)
+        try:
+            return self.read(src, like, look)
+        except PeerLost as lost:
+            raise self._script.mismatch(f"the end of rank {lost.rank}") from None
 
 
-class ReplayedMembers(TracedMembers):
+class ReplayedMembers(SimulatedMembers):
     """The members of a replay: the script decides which ranks are seen alive."""
 
     def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
-        super().__init__(inner.members, inner.rank, inner.size, recorder)
-        self._script, self._ends = recorder.script, recorder.ends
+        super().__init__(inner.own)
+        self._simulated, self._everyone = inner.members, range(inner.size)
+        self._recorder, self._script, self._ends = recorder, recorder.script, recorder.ends
+        self._missing: Collection[int] = ()
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
         """The size of the next all-reduce shows whether the ranks knew of a loss."""
         due = self._script.find_next("all_reduce") if self._ends.lost else None
         if due is None:
-            return super().final_roster()
+            return self._simulated.final_roster()
         missed = self._ends.missed(due["members"])
-        roster = (rank for rank in range(self._size) if rank not in missed)
+        roster = (rank for rank in self._everyone if rank not in missed)
         return tuple((rank, self.incarnation(rank)) for rank in roster)
 
     def alive(self) -> tuple[int, ...]:
         due = self._script.next_if(event="alive", look=self._recorder.looks + 1)
-        missing = self._missing if due is None else due["missing"]
-        return self._saw(tuple(rank for rank in range(self._size) if rank not in missing))
+        self._missing = self._missing if due is None else due["missing"]
+        return tuple(rank for rank in self._everyone if rank not in self._missing)
 
 
-class ReplayedQueue(TracedQueue):
+class ReplayedQueue(SimulatedQueue):
     """The data queue of a replay: the script decides which batch a rank draws."""
 
-    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
-        super().__init__(inner.queue, recorder)
-        self._script, self._end_if_due = recorder.script, recorder.end_if_due
+    def __init__(self, own: SimulatedRank, recorder: ReplayedRecorder) -> None:
+        super().__init__(own)
+        self._recorder, self._script = recorder, recorder.script
+        self._closed, self._finished = False, frozenset[int]()
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        self._end_if_due()
-        return self._drew(queue, epoch, self._script.decision("ticket", "ticket")["number"])
+        self._recorder.end_if_due()
+        number: int | None = self._script.decision("ticket", "ticket")["number"]
+        return number
 
     def closed(self) -> bool:
-        return self._saw_closed(self._closed or self._script.next_if(event="stop") is not None)
+        self._closed = self._closed or self._script.next_if(event="stop") is not None
+        return self._closed
 
     def finished(self) -> frozenset[int]:
         due = self._script.next_if(event="retired", look=self._recorder.looks + 1)
-        return self._saw_finished(self._finished if due is None else frozenset(due["ranks"]))
+        self._finished = self._finished if due is None else frozenset(due["ranks"])
+        return self._finished
 
 
 class ReplayedClock(SimulatedClock):
     """A clock that ends a lost rank before the first step that its record does not hold."""
 
-    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder) -> None:
-        super().__init__(inner.own)
+    def __init__(self, own: SimulatedRank, recorder: ReplayedRecorder) -> None:
+        super().__init__(own)
         self._end_if_due = recorder.end_if_due
 
     def begin_step(self, step: int) -> None:
@@ -363,26 +359,20 @@ class ReplayedClock(SimulatedClock):
         super().begin_step(step)
 
 
-class ReplayedPorts(MeteredPorts):
+class ReplayedPorts(SimulatedPorts):
     """The ports of one rank of a replay: its script decides instead of chance.
 
     Measurements, through :meth:`off_meter`, see the simulated state, not the script.
     """
 
-    recorder: ReplayedRecorder
-
-    def __init__(
-        self, inner: SimulatedPorts, trace: Trace, script: Script, archive: Archive, ends: Ends
-    ) -> None:
-        super().__init__(inner, trace)
-        recorder = ReplayedRecorder(inner, trace, script, ends)
-        self.recorder = recorder
-        self.mail = ReplayedMail(inner, recorder, archive)
-        self.collectives = MeteredCollectives(inner.collectives, recorder)
+    def __init__(self, inner: SimulatedPorts, recorder: ReplayedRecorder, archive: Archive) -> None:
+        super().__init__(inner.own)
+        self.mail = ReplayedMail(inner.own, recorder, archive)
         self.members = ReplayedMembers(inner, recorder)
-        self.queue = ReplayedQueue(inner, recorder)
-        self.clock = ReplayedClock(inner, recorder)
+        self.queue = ReplayedQueue(inner.own, recorder)
+        self.clock = ReplayedClock(inner.own, recorder)
+        self._script = recorder.script
 
     def close(self) -> None:
-        self.recorder.script.end()
+        self._script.end()
         super().close()
