@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, dtype
+from torch import Tensor
 
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.errors import LeftBehind, MessageMismatch, PeerLost
@@ -15,11 +16,9 @@ from paceline.sim.rank import SimulatedRank
 if TYPE_CHECKING:
     from paceline.sim.world import World
 
-Shape = tuple[str, int, dtype]
-
 
 class Group:
-    """Members that call collectives together, and their unfinished collectives by number."""
+    """Members that call collectives together, and by number those that not all have joined."""
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()
@@ -50,7 +49,7 @@ class Collective:
         self._flags = 0
         self._waiting: set[int] = set()
         self._cut_off: list[int] = []
-        self._unfinished = len(members)
+        self.to_join = len(members)
 
     def __iter__(self) -> Iterator[int]:
         """The ranks waited for: those not arrived, else those with bad links, else all."""
@@ -61,10 +60,8 @@ class Collective:
         """Refuse ``rank`` if it calls another operation than the first member did."""
         shape = (op, x.numel(), x.dtype)
         if shape != self._shape:
-            raise MessageMismatch(
-                f"rank {rank} calls {_describe(shape)} where rank {self._first} calls"
-                f" {_describe(self._shape)}"
-            )
+            own, first = ("{} of {} x {}".format(*each) for each in (shape, self._shape))
+            raise MessageMismatch(f"rank {rank} calls {own} where rank {self._first} calls {first}")
 
     def arrive(self, rank: int, x: Tensor, weight: int, flags: int) -> None:
         """Add the input of ``rank``; the last member to arrive starts the operation."""
@@ -73,6 +70,12 @@ class Collective:
         if len(self.inputs) == len(self.members) and not self._gone():
             self._combined = True
             self._combine()
+
+    def arrive_late(self, own: SimulatedRank, x: Tensor, weight: int, flags: int) -> None:
+        """Add the input of a rank that waits already; end its wait if a member is gone."""
+        self.arrive(own.rank, x, weight, flags)
+        if not self.done and (error := self.lost(own.rank)) is not None:
+            own.baton.interrupt(own.rank, error)
 
     def lost(self, rank: int) -> PeerLost | None:
         """The error for ``rank``, which has arrived, if a member is gone before all have."""
@@ -90,17 +93,14 @@ class Collective:
         lost, departed = self._world.lost, self._world.departed
         return [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
 
-    def wait(self, own: SimulatedRank, after_s: float) -> None:
-        """Wait for the end, and count this member as done."""
+    def wait(self, own: SimulatedRank, x: Tensor, after_s: float = 0.0) -> Total:
+        """Wait for the end, and copy the result into the vector of this member."""
         if not self.done:
             self._waiting.add(own.rank)
             own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
-        self._unfinished -= 1
-
-    @property
-    def over(self) -> bool:
-        """Whether every member has seen the end."""
-        return self._unfinished == 0
+        if self.result is not None:
+            x.copy_(self.result)
+        return self.total
 
     def _combine(self) -> None:
         world, (x, _) = self._world, self.inputs[self.members[0]]
@@ -135,41 +135,6 @@ class Collective:
             self._world.end_wait(rank)
 
 
-def _describe(shape: Shape) -> str:
-    return f"{shape[0]} of {shape[1]} x {shape[2]}"
-
-
-class Part:
-    """One member's share of a collective."""
-
-    def __init__(
-        self, own: SimulatedRank, group: Group, number: int, collective: Collective, x: Tensor
-    ) -> None:
-        self._own, self._collective, self._x = own, collective, x
-        self._group, self._number = group, number
-
-    def arrive(self, weight: int, flags: int = 0) -> None:
-        """Add this rank's input."""
-        self._collective.arrive(self._own.rank, self._x, weight, flags)
-
-    def arrive_late(self, weight: int, flags: int) -> None:
-        """Add the input of a rank that waits already; end its wait if a member is gone."""
-        self.arrive(weight, flags)
-        rank, collective = self._own.rank, self._collective
-        if not collective.done and (error := collective.lost(rank)) is not None:
-            self._own.baton.interrupt(rank, error)
-
-    def wait(self, after_s: float = 0.0) -> Total:
-        """Wait for the end, and copy the result into this rank's vector."""
-        collective = self._collective
-        collective.wait(self._own, after_s)
-        if collective.result is not None:
-            self._x.copy_(collective.result)
-        if collective.over:
-            del self._group.open[self._number]
-        return collective.total
-
-
 class SimulatedCollectives(Collectives):
     """The collectives of one rank."""
 
@@ -189,39 +154,42 @@ class SimulatedCollectives(Collectives):
         own.charge(self._world.handling.reduce, x.nbytes)
         own.baton.check(own.rank)
         owed_s = own.settle_debt()
-        part = self._join("all_reduce", x, members, factor)
+        collective = self._join("all_reduce", x, members, factor)
         if owed_s == 0:
-            part.arrive(weight, flags)
+            collective.arrive(own.rank, x, weight, flags)
         else:
-            own.baton.compute_then(own.rank, owed_s, lambda: part.arrive_late(weight, flags))
-        return part.wait(owed_s)
+            arrive = partial(collective.arrive_late, own, x, weight, flags)
+            own.baton.compute_then(own.rank, owed_s, arrive)
+        return collective.wait(own, x, owed_s)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         own = self._own
         own.charge(self._world.handling.reduce, x.nbytes)
         own.pass_time()
-        part = self._join("broadcast", x, members, None)
-        part.arrive(int(src == own.rank))
-        part.wait()
+        collective = self._join("broadcast", x, members, None)
+        collective.arrive(own.rank, x, int(src == own.rank), 0)
+        collective.wait(own, x)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return like.new_zeros(numel)
 
-    def _join(self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None) -> Part:
+    def _join(
+        self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None
+    ) -> Collective:
         """Join the group's next collective, without arriving in it yet."""
         world, rank = self._world, self._own.rank
         if rank in world.behind:
             raise LeftBehind
         rejoined = tuple(item for item in world.rejoined.items() if item[0] in members)
-        group = world.groups.get((members, rejoined))
-        if group is None:
-            group = world.groups[members, rejoined] = Group()
+        group = world.groups[members, rejoined]
         number = group.calls[rank]
         group.calls[rank] += 1
-        collective = group.open.get(number)
-        if collective is None:
+        if number not in group.open:
             charged = self._own.charged
-            collective = Collective(world, op, members, x, factor, charged, rank)
-            group.open[number] = collective
+            group.open[number] = Collective(world, op, members, x, factor, charged, rank)
+        collective = group.open[number]
         collective.check(rank, op, x)
-        return Part(self._own, group, number, collective, x)
+        collective.to_join -= 1
+        if not collective.to_join:
+            del group.open[number]
+        return collective

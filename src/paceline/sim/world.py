@@ -96,7 +96,7 @@ class World:
         self.queues: dict[int, list[int]] = {}
         self.in_hand: list[set[Batch]] = [set() for _ in range(size)]
         self.returned: list[Batch] = []
-        self.groups: dict[tuple[Any, ...], Group] = {}
+        self.groups: defaultdict[tuple[Any, ...], Group] = defaultdict(Group)
         self.departed: dict[int, str] = {}
         self.behind: set[int] = set()
         self.frozen: frozenset[int] = frozenset()
