@@ -195,24 +195,25 @@ def test_what_is_on_the_way_stops_at_a_cut_and_goes_on_after_it():
     net = network(1, cut(rank=0, peer=1, for_s=5).at(seconds=0.051))
     assert net.transfer(0.0, 0, 1, 10 * MB) == pytest.approx(0.101 + 5)
     assert net.transfer(0.0, 0, 2, 10 * MB) == pytest.approx(0.201), "the card is not held up"
-    assert net.uncut_s(0.0, (0, 1)) == 0.0
-    assert net.uncut_s(1.0, (1, 0)) == 5.051
-    assert net.uncut_s(1.0, (0, 2)) == 1.0
+    assert net.outages.uncut_s(0.0, (0, 1)) == 0.0
+    assert net.outages.uncut_s(1.0, (1, 0)) == 5.051
+    assert net.outages.uncut_s(1.0, (0, 2)) == 1.0
 
 
 def test_a_cut_for_good_lets_nothing_through():
     net = network(1, cut(rank=0))
-    assert net.uncut_s(0.0, (0, 1)) == math.inf
+    assert net.outages.uncut_s(0.0, (0, 1)) == math.inf
     assert net.transfer(0.0, 0, 1, 10 * MB) == math.inf
-    assert net.uncut_s(0.0, (2, 1)) == 0.0
+    assert net.outages.uncut_s(0.0, (2, 1)) == 0.0
 
 
 def test_a_node_that_is_cut_off_still_talks_inside():
-    net = network(2, cut(node=0, for_s=1))
-    assert [net.uncut_s(0.0, pair) for pair in ((0, 1), (0, 2), (2, 3), (3, 1))] == [0, 1, 0, 1]
-    assert net.end_s(0.0, 0.5, (0, 1)) == 0.5
-    assert net.end_s(0.0, 0.5, range(4)) == 1.5
-    assert net.affected(0.0, range(4)) == [0, 1]
+    outages = network(2, cut(node=0, for_s=1)).outages
+    pairs = ((0, 1), (0, 2), (2, 3), (3, 1))
+    assert [outages.uncut_s(0.0, pair) for pair in pairs] == [0, 1, 0, 1]
+    assert outages.passage(0.0, 0.5, (0, 1))[0] == 0.5
+    assert outages.passage(0.0, 0.5, range(4))[0] == 1.5
+    assert outages.affected(0.0, range(4)) == [0, 1]
 
 
 outages = st.builds(
@@ -235,4 +236,5 @@ def test_a_collective_moves_as_much_as_its_links_let_it(faults, start, seconds):
         share = min([f.factor or 0.0 for f in on], default=1.0)
         step = min(1.0, left / share) if share else 1.0
         left, time = left - share * step, time + step
-    assert network(1, *faults).end_s(float(start), float(seconds), (0, 1)) == pytest.approx(time)
+    end_s, _ = network(1, *faults).outages.passage(float(start), float(seconds), (0, 1))
+    assert end_s == pytest.approx(time)

@@ -121,9 +121,9 @@ class Collective:
             self._complete()
             return
         now_s, seconds = world.calendar.now_s, price(self.members, nbytes).seconds
-        end_s = world.network.end_s(now_s, seconds, self.members)
+        end_s, _ = world.network.outages.passage(now_s, seconds, self.members)
         if end_s > now_s:
-            self._cut_off = world.network.affected(now_s, self.members)
+            self._cut_off = world.network.outages.affected(now_s, self.members)
             world.later(end_s, self._complete)
         else:
             self._complete()

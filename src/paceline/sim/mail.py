@@ -81,7 +81,7 @@ class SimulatedMail(Mail):
     def _dispatch(self, letter: Letter, dst: int) -> None:
         """Put a posted message on the link, as soon as the link is up."""
         network, now_s = self._world.network, self._calendar.now_s
-        uncut_s = network.uncut_s(now_s, (self._rank, dst))
+        uncut_s = network.outages.uncut_s(now_s, (self._rank, dst))
         if uncut_s > now_s:
             self._world.later(uncut_s, lambda: self._dispatch(letter, dst))
             return
@@ -167,7 +167,7 @@ class SimulatedMail(Mail):
         if not self._own.charged:
             return _copy(self._window(src))
         latency_s = self._world.network.link(self._rank, src).latency_s
-        if latency_s == 0 or self._world.network.has_outages:
+        if latency_s == 0 or self._world.network.outages:
             return self.read(src, like, lambda: self._window(src))
         seen = self._fetch(src, latency_s)
         return None if seen is None else self._copy_here(src, seen, like)
@@ -212,7 +212,7 @@ class SimulatedMail(Mail):
         own, network, op = self._own, self._world.network, f"peek at rank {src}"
         own.pass_time()
         latency_s = network.link(own.rank, src).latency_s
-        own.wait_until(network.uncut_s(self._calendar.now_s, (src, own.rank)), op, src)
+        own.wait_until(network.outages.uncut_s(self._calendar.now_s, (src, own.rank)), op, src)
         own.wait_until(network.request(self._calendar.now_s, own.rank, src), op, src)
         seen = look()
         if seen is None:

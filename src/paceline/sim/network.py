@@ -30,15 +30,19 @@ class Cost(NamedTuple):
 
 
 class Network:
-    """The links of one cluster, and until when each card is busy."""
+    """The links of one cluster, and until when each card is busy.
+
+    Attributes:
+        outages: when links are cut or degraded.
+        wire_bytes: all bytes that links have carried.
+    """
 
     def __init__(
         self, cluster: Cluster, faults: Sequence[Fault] = (), nodes: Sequence[int] | None = None
     ) -> None:
         self._cluster = cluster
         self._node = cluster.node if nodes is None else nodes.__getitem__
-        outages = Outages(faults, self._node)
-        self._outages = outages if outages else None
+        self.outages = Outages(faults, self._node)
         self._sending_until_s: dict[int, float] = {}
         self._receiving_until_s: dict[int, float] = {}
         self._model_bytes = self._tensors = 0
@@ -77,11 +81,11 @@ class Network:
         link = self.link(src, dst)
         duration_s = nbytes * self._scale / link.bytes_per_s
         if link is self._cluster.inside:
-            return self._passage(now_s + link.latency_s, duration_s, (src, dst))[0]
+            return self.outages.passage(now_s + link.latency_s, duration_s, (src, dst))[0]
         sender, receiver = self._node(src), self._node(dst)
         start_s = max(now_s, self._sending_until_s.get(sender, 0.0))
         first_byte_s = max(start_s + link.latency_s, self._receiving_until_s.get(receiver, 0.0))
-        last_byte_s, moving_s = self._passage(first_byte_s, duration_s, (src, dst))
+        last_byte_s, moving_s = self.outages.passage(first_byte_s, duration_s, (src, dst))
         self._sending_until_s[sender] = start_s + moving_s
         self._receiving_until_s[receiver] = first_byte_s + moving_s
         return last_byte_s
@@ -93,30 +97,6 @@ class Network:
             return now_s + link.latency_s
         start_s = max(now_s, self._sending_until_s.get(self._node(src), 0.0))
         return max(start_s + link.latency_s, self._receiving_until_s.get(self._node(dst), 0.0))
-
-    @property
-    def has_outages(self) -> bool:
-        """Whether links are cut or degraded in this run."""
-        return self._outages is not None
-
-    def uncut_s(self, now_s: float, members: Sequence[int]) -> float:
-        """The time from which on no link between ``members`` is cut."""
-        return now_s if self._outages is None else self._outages.uncut_s(now_s, members)
-
-    def affected(self, now_s: float, members: Sequence[int]) -> list[int]:
-        """Those of ``members`` whose links are cut or degraded now."""
-        return self._outages.affected(now_s, members) if self._outages is not None else []
-
-    def end_s(self, now_s: float, seconds: float, members: Sequence[int]) -> float:
-        """When a collective ends that begins now and takes ``seconds`` on undisturbed links."""
-        return self._passage(now_s, seconds, members)[0]
-
-    def _passage(
-        self, start_s: float, seconds: float, members: Sequence[int]
-    ) -> tuple[float, float]:
-        if self._outages is None:
-            return start_s + seconds, seconds
-        return self._outages.passage(start_s, seconds, members)
 
     def work_s(self, work: Link, nbytes: int) -> float:
         """How long a rank's own core needs to handle a vector."""

@@ -65,6 +65,8 @@ class Outages:
 
         It stops while a link is cut; otherwise it runs at the lowest share of the links.
         """
+        if not self._all:
+            return start_s + seconds, seconds
         among = self._among(members)
         time_s, moving_s = start_s, 0.0
         while True:

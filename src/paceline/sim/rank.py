@@ -107,7 +107,8 @@ class SimulatedRank:
     def transfer_from(self, src: int, nbytes: int, op: str) -> None:
         """Wait for the link to be up, then for a transfer from ``src``."""
         network = self.world.network
-        self.wait_until(network.uncut_s(self.calendar.now_s, (src, self.rank)), op, src)
+        uncut_s = network.outages.uncut_s(self.calendar.now_s, (src, self.rank))
+        self.wait_until(uncut_s, op, src)
         arrival_s = network.transfer(self.calendar.now_s, src, self.rank, nbytes)
         self.wait_until(arrival_s, op, src)
 
