@@ -105,7 +105,7 @@ class Group:
 
     def all_reduce(self, x: Tensor, weight: int, factor: Factor | None, flags: int) -> Total:
         """Sum ``x`` over the members whose weight is not 0."""
-        region = self._regions.find(x) or self._regions.copy(x)
+        region = self._regions.place(x)
         entries = self._arrive(_ALL_REDUCE, x, weight, region, flags)
         total, all_flags = 0, 0
         for entry in entries:
@@ -119,8 +119,7 @@ class Group:
                 out *= scale
             for other in others:
                 other[...] = out
-        self._announce(_FINISHED)
-        self._await(_FINISHED, self._number)
+        self._meet(_FINISHED)
         for part, its in plan.copies:
             part[...] = its
         if plan is not _NO_PLAN and region.nbytes:
@@ -131,13 +130,12 @@ class Group:
     def broadcast(self, x: Tensor, src: int) -> None:
         """Take the input of one member."""
         source = self._ranks.index(src)
-        region = self._regions.find(x) or self._regions.copy(x)
+        region = self._regions.place(x)
         entries = self._arrive(_BROADCAST, x, 1, region)
         if self._own != source:
             offset = entries[source].offset
             x.copy_(self._shared.arena.tensor(offset, x.numel(), x.dtype))
-        self._announce(_FINISHED)
-        self._await(_FINISHED, self._number)
+        self._meet(_FINISHED)
         self._release(region)
 
     # The fences ----------------------------------------------------------------------------------
@@ -154,10 +152,9 @@ class Group:
         sum_offset = self._reserve(part_bytes).offset if op == _ALL_REDUCE else 0
         dtype = DTYPES.index(x.dtype)
         entry = Entry(op, x.numel(), dtype, weight, region.offset, sum_offset, flags)
-        self._shared.words.write(indices[self._own], entry)
-        self._announce(_ARRIVED)
-        self._await(_ARRIVED, self._number)
         words = self._shared.words
+        words.write(indices[self._own], entry)
+        self._meet(_ARRIVED)
         entries = [Entry(*words.read(index, ENTRY_WORDS)) for index in indices]
         for rank, its in zip(self._ranks, entries, strict=True):
             if its[:3] != entry[:3]:
@@ -178,6 +175,10 @@ class Group:
     def _release(self, region: Region) -> None:
         self._regions.give_back(region)
         self._announce(_RELEASED)
+
+    def _meet(self, phase: int) -> None:
+        self._announce(phase)
+        self._await(phase, self._number)
 
     def _announce(self, phase: int) -> None:
         self._shared.words.announce(self._phases[phase][self._shared.rank], self._number)

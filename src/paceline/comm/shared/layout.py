@@ -49,7 +49,9 @@ class Layout:
         self.queues = self.directory + MAX_GROUPS
         self.returned = self.queues + MAX_QUEUES
         self.rendezvous = self.returned + MAX_RETURNED
-        self.closed = self.rendezvous + 5 + 3 * size
+        self.any_finished = self.rendezvous + 3
+        self.finished_in = self.rendezvous + 5 + 2 * size
+        self.closed = self.finished_in + size
         self.words = self.closed + 1
 
     def pid(self, rank: int) -> int:

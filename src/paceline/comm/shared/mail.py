@@ -6,7 +6,8 @@ receiver copies it out and gives a receipt. No process in between, no system cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -37,38 +38,17 @@ SavedMessage = tuple[int, int, Tensor, str]
 class Offer(Sending):
     """A message that stays where it is until its receiver has taken it."""
 
-    def __init__(self, members: SharedMembers, dst: int, region: Region) -> None:
-        self._members, self._dst, self._region = members, dst, region
+    def __init__(self, outcome: Callable[[], Lost | None]) -> None:
+        self._outcome = outcome
 
     def wait(self) -> Lost | None:
-        region = self._region
-        return _lost(self._members, self._dst, region.receipt, region.sequence)
-
-
-def _lost(members: SharedMembers, dst: int, receipt: int, sequence: int) -> Lost | None:
-    """Wait for a receipt of ``dst``; its loss, if that comes first."""
-    try:
-        members.await_words({dst: receipt}, sequence, f"send to rank {dst}")
-    except PeerLost as lost:
-        return Lost(tuple(lost.ranks), lost.op, lost.reason, lost.waited_s)
-    return None
-
-
-class _Refused(Sending):
-    """A send to a rank that was lost before it took the message before."""
-
-    def __init__(self, lost: Lost) -> None:
-        self._lost = lost
-
-    def wait(self) -> Lost | None:
-        return self._lost
+        return self._outcome()
 
 
 class SharedMail(Mail):
     """The mail of one rank.
 
     Attributes:
-        refused: how many messages of earlier incarnations were dropped.
         restored: messages of a checkpoint, which come before all others.
     """
 
@@ -79,21 +59,27 @@ class SharedMail(Mail):
         self._regions, self._windows = regions, windows
         self._words, self._layout, self._rank = shared.words, shared.layout, shared.rank
         self._last_source = -1
-        self.refused = 0
         self.restored: list[SavedMessage] = []
 
     # Sending -------------------------------------------------------------------------------------
 
-    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer | _Refused:
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
         self._members.check()
-        receipt = self._layout.receipt(self._rank, dst, SENT_SLOT)
         previous = self._words[self._layout.slot(self._rank, dst, SENT_SLOT)]
-        if (lost := _lost(self._members, dst, receipt, previous)) is not None:
-            return _Refused(lost)
-        region = None if header else self._regions.find(x)
-        region = region or self._regions.copy(x, header)
+        if (lost := self._await_receipt(dst, previous)) is not None:
+            return Offer(lambda: lost)
+        region = self._regions.copy(x, header) if header else self._regions.place(x)
         self._leave(x, region, dst, SENT_SLOT, tag, header)
-        return Offer(self._members, dst, region)
+        return Offer(partial(self._await_receipt, dst, region.sequence))
+
+    def _await_receipt(self, dst: int, sequence: int) -> Lost | None:
+        """Wait until ``dst`` has taken a message that was sent; its loss, if that comes first."""
+        receipt = self._layout.receipt(self._rank, dst, SENT_SLOT)
+        try:
+            self._members.await_words({dst: receipt}, sequence, f"send to rank {dst}")
+        except PeerLost as lost:
+            return Lost(tuple(lost.ranks), lost.op, lost.reason, lost.waited_s)
+        return None
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._members.check()
@@ -199,7 +185,6 @@ class SharedMail(Mail):
                 if self._is_valid(src, words[index + 5]):
                     found.append((sequence, src, slot))
                 else:
-                    self.refused += 1
                     words.announce(layout.receipt(src, self._rank, slot), sequence)
         return found
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,14 +18,11 @@ from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import Members, View
 from paceline.comm.ranks import ranks
 from paceline.comm.shared.layout import SLOTS
-from paceline.comm.shared.memory import SharedWords
 from paceline.errors import LeftBehind, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.shared.queue import BatchTable
     from paceline.comm.shared.rank import SharedRank
-
-Lock = Callable[[], AbstractContextManager[None]]
 
 
 class Standing(IntEnum):
@@ -57,10 +53,10 @@ class Entry(NamedTuple):
 
 
 class MemberTable:
-    """The entries of ``size`` ranks, at the words from ``start`` on: the version, then they."""
+    """The entries of all ranks, in shared words: the version, then they."""
 
-    def __init__(self, words: SharedWords, start: int, size: int, lock: Lock) -> None:
-        self._words, self._start, self.size, self._lock = words, start, size, lock
+    def __init__(self, shared: SharedRank) -> None:
+        self._shared, self._words, self._start = shared, shared.words, shared.layout.members
 
     @property
     def version(self) -> int:
@@ -77,7 +73,7 @@ class MemberTable:
 
     def entries(self) -> list[int]:
         """All entries as numbers, for a quick look whether they are still the same."""
-        return self._words.read(self._start + 1, self.size)
+        return self._words.read(self._start + 1, self._shared.size)
 
     def word(self, rank: int) -> int:
         """The entry of a rank as one number, for a quick look whether it is still the same."""
@@ -85,14 +81,14 @@ class MemberTable:
 
     def enter(self, rank: int, late: bool) -> Entry:
         """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
-        with self._lock():
+        with self._shared.locked(self._start):
             entry = Entry(self[rank].incarnation + 1, Standing.JOINING if late else Standing.HERE)
             self._set(rank, entry)
         return entry
 
     def change(self, rank: int, known: Entry, standing: Standing) -> Entry | None:
         """Change the standing of ``rank``, unless its entry is no longer the ``known`` one."""
-        with self._lock():
+        with self._shared.locked(self._start):
             if self[rank] != known:
                 return None
             entry = Entry(known.incarnation, standing)
@@ -190,15 +186,18 @@ class SharedMembers(Members):
         return number if number or rank not in self.starters else 1
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
-        shared, alive, start = self._shared, self.alive(), self._shared.layout.roster
-        everyone = range(shared.size)
+        shared, roster, start = self._shared, self.roster(), self._shared.layout.roster
         with shared.locked(shared.layout.members):
             if not shared.words[start]:
-                roster = tuple(self.incarnation(r) if r in alive else 0 for r in everyone)
                 shared.words.write(start + 1, roster)
                 shared.words[start] = 1
         numbers = shared.words.read(start + 1, shared.size)
         return tuple((rank, number) for rank, number in enumerate(numbers) if number)
+
+    def roster(self) -> tuple[int, ...]:
+        """The incarnation of each rank that is alive; 0 for the others."""
+        alive, everyone = self.alive(), range(self._shared.size)
+        return tuple(self.incarnation(rank) if rank in alive else 0 for rank in everyone)
 
     def check(self) -> None:
         """Find out whether the others have gone on without this rank."""

@@ -104,7 +104,7 @@ class SharedQueue(DataQueue):
 
     def __init__(self, shared: SharedRank, batches: BatchTable, members: SharedMembers) -> None:
         self._shared, self._batches, self._members = shared, batches, members
-        self._finished = shared.layout.rendezvous + 3
+        self._words, self._layout = shared.words, shared.layout
 
     def draw(self, queue: int, epoch: int) -> int | None:
         if queue >= MAX_QUEUES:
@@ -120,27 +120,22 @@ class SharedQueue(DataQueue):
         return len(self._batches.returned())
 
     def close(self) -> None:
-        self._shared.words[self._shared.layout.closed] = 1
+        self._words[self._layout.closed] = 1
 
     def closed(self) -> bool:
-        return bool(self._shared.words[self._shared.layout.closed])
+        return bool(self._words[self._layout.closed])
 
     def mark_finished(self) -> None:
-        words, rank = self._shared.words, self._shared.rank
-        words[self._incarnations + rank] = self._shared.table.incarnation(rank)
-        words.announce(self._finished, 1)
+        rank = self._shared.rank
+        self._words[self._layout.finished_in + rank] = self._shared.table.incarnation(rank)
+        self._words.announce(self._layout.any_finished, 1)
 
     def finished(self) -> frozenset[int]:
-        words, table = self._shared.words, self._shared.table
-        if not words[self._finished]:
+        if not self._words[self._layout.any_finished]:
             return frozenset()
-        at_end = words.read(self._incarnations, self._shared.size)
+        table = self._shared.table
+        at_end = self._words.read(self._layout.finished_in, self._shared.size)
         return frozenset(r for r, number in enumerate(at_end) if number == table.incarnation(r) > 0)
-
-    @property
-    def _incarnations(self) -> int:
-        """The words of the incarnation in which each rank came to the end of its data."""
-        return self._finished + 2 + 2 * self._shared.size
 
 
 def _batch(queue: int, epoch: int, number: int) -> int:

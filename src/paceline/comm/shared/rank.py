@@ -36,9 +36,7 @@ class SharedRank:
         self.limits, self.elastic, self._workers = limits, elastic, workers
         self.layout = Layout(size)
         self.words = SharedWords(map_control(fd, self.layout.words * 8))
-        self.table = MemberTable(
-            self.words, self.layout.members, size, lambda: self.locked(self.layout.members)
-        )
+        self.table = MemberTable(self)
         self.processes = Processes(self.pid_of, limits, self._some_go_on)
         self.arena = Arena(fd, owner=rank + 1)
         self.sequence = 0

@@ -27,10 +27,10 @@ class Regions:
         self._free: list[Region] = []
         self._lent: list[Region] = []
 
-    def find(self, x: Tensor) -> Region | None:
-        """Where ``x`` itself lies, if peers can read it there."""
+    def place(self, x: Tensor) -> Region:
+        """Where peers can read ``x``: where it lies, or a borrowed copy."""
         offset = self._arena.find(x) if x.device.type == "cpu" else None
-        return None if offset is None else Region(offset)
+        return self.copy(x) if offset is None else Region(offset)
 
     def borrow(self, nbytes: int) -> Region:
         """Memory that peers can read."""

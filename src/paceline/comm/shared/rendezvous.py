@@ -38,9 +38,7 @@ class SharedRendezvous(Rendezvous):
         self._words, self._start = shared.words, shared.layout.rendezvous
 
     def call(self, known: int, step: int, stop: bool, over: int) -> None:
-        shared, alive = self._shared, self._members.alive()
-        everyone = range(shared.size)
-        called = tuple(self._members.incarnation(r) if r in alive else 0 for r in everyone)
+        shared, called = self._shared, self._members.roster()
         with shared.locked(self._start):
             if self.last_call().number == known:
                 self._words.write(self._start + 1, (step, int(stop)))
