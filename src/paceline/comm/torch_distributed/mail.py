@@ -148,35 +148,24 @@ class DistributedMail(Mail):
             return
         for (src, _), fetch in self._fetches.items():
             self._await(fetch, src)
-        self._tell_all(Kind.LEFT)
-        self._left.add(self.rank)
+        self.tell_all(Kind.LEFT)
         while len(self._left) < self.size:
             self._peers.check()
             with self._changed:
                 self._changed.wait(_TICK_S)
 
-    def mark_finished(self) -> None:
-        """Say that this rank has come to the end of its data."""
-        self._tell_all(Kind.FINISHED)
-        with self._changed:
-            self.finished |= {self.rank}
-
-    def stop_all(self) -> None:
-        """Have every worker come to its end."""
-        self._tell_all(Kind.STOP)
-        self.stopping = True
-
     def gone(self) -> tuple[frozenset[int], frozenset[int]]:
         """The ranks that are lost, and those that departed."""
-        reasons = {rank: self.why_gone(rank) for rank in range(self.size)}
+        gone = frozenset(rank for rank in range(self.size) if self.why_gone(rank))
         departed = frozenset(self._left)
-        lost = frozenset(rank for rank, why in reasons.items() if why and rank not in departed)
-        return lost, departed
+        return gone - departed, departed
 
-    def _tell_all(self, kind: Kind) -> None:
+    def tell_all(self, kind: Kind) -> None:
+        """Tell every rank, this one included, what this rank does."""
         for dst in range(self.size):
             if dst != self.rank and self._peers.why_lost(dst) is None:
                 self._announce(dst, Announcement(kind))
+        self._handle(self.rank, Announcement(kind))
 
     @property
     def closed(self) -> bool:

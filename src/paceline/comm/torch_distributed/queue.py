@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from paceline.comm.ports import DataQueue
-from paceline.comm.torch_distributed.mail import DistributedMail
+from paceline.comm.torch_distributed.mail import DistributedMail, Kind
 from paceline.comm.torch_distributed.peers import Peers
 
 
@@ -27,10 +27,10 @@ class DistributedQueue(DataQueue):
         return 0
 
     def close(self) -> None:
-        self._mail.stop_all()
+        self._mail.tell_all(Kind.STOP)
 
     def mark_finished(self) -> None:
-        self._mail.mark_finished()
+        self._mail.tell_all(Kind.FINISHED)
 
     def closed(self) -> bool:
         return self._mail.stopping
