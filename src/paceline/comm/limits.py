@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.errors import UsageError
+from paceline.common.options import above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,5 @@ class Limits:
     notice_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("dead_s", "start_s", "progress_limit_s", "notice_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} ({getattr(self, name)}) must be above 0")
+        for name, seconds in vars(self).items():
+            above(name, seconds, 0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
 
 from paceline.common.options import at_least, one_of
 from paceline.errors import UsageError
 
-OnLoss = Literal["continue", "stop"]
 ON_LOSS = ("continue", "stop")
 MOST_SUCCESSORS = 5
 """How often the run restarts one server or communicator; more deaths point to a bug in it."""
@@ -71,9 +69,7 @@ class MembershipPolicy:
         """Decide whether to restart ``rank``, which has died, and count the restart."""
         if not self.goes_on:
             return False
-        if rank < self.workers and not self.accepts_joiners:
-            allowed = False
-        elif rank < self.workers:
+        if rank < self.workers:
             used = sum(count for worker, count in self._restarted.items() if worker < self.workers)
             allowed = used < self.max_restarts
         else:
