@@ -57,7 +57,7 @@ class Processes:
         self._pid_of, self._limits, self._some_go_on = pid_of, limits, some_go_on
         self._pidfds: dict[int, int | None] = {}
         self._pids: dict[int, int] = {}
-        self._poll, self._watched = select.poll(), dict[int, int]()
+        self._poll, self._rank_of = select.poll(), dict[int, int]()
         self._pauses: dict[int, _Pause] = {}
         self._lost: dict[int, str] = {}
 
@@ -102,20 +102,9 @@ class Processes:
         """Whether the process of ``rank`` has ended."""
         return self._await_end(rank, 0)
 
-    def newly_dead(self) -> list[int]:
-        """The ranks that have died since the last call, among those checked before.
-
-        One system call for all of them.
-        """
-        dead = [self._watched[fd] for fd, _ in self._poll.poll(0)]
-        for rank in dead:
-            self._unwatch(rank)
-        return dead
-
-    def _unwatch(self, rank: int) -> None:
-        pidfd = self._pidfds.get(rank)
-        if pidfd is not None and self._watched.pop(pidfd, None) is not None:
-            self._poll.unregister(pidfd)
+    def dead(self) -> list[int]:
+        """The ranks that have died, among those checked before: one system call for all of them."""
+        return [self._rank_of[pidfd] for pidfd, _ in self._poll.poll(0)]
 
     def end(self, rank: int) -> None:
         """Kill the process of ``rank``, and wait until it is gone."""
@@ -138,8 +127,8 @@ class Processes:
 
     def _open(self, rank: int, pid: int) -> None:
         """Open a pidfd of the present process of ``rank``."""
-        self._unwatch(rank)
         if (old := self._pidfds.get(rank)) is not None:
+            self._poll.unregister(old)
             os.close(old)
         self._pids[rank] = pid
         try:
@@ -147,7 +136,7 @@ class Processes:
         except ProcessLookupError:
             self._pidfds[rank] = None
             return
-        self._watched[pidfd] = rank
+        self._rank_of[pidfd] = rank
         self._poll.register(pidfd, select.POLLIN)
 
 

@@ -229,7 +229,7 @@ class SharedMembers(Members):
 
     def _look_round(self) -> None:
         """See who has died; look after all ranks once in a while."""
-        for rank in self._processes.newly_dead():
+        for rank in self._processes.dead():
             self.why_gone(rank)
         now_s = time.monotonic()
         if now_s >= self._looked_s + TICK_S:
