@@ -120,7 +120,7 @@ class Collective:
         if not self._charged:
             self._complete()
             return
-        now_s, seconds = world.calendar.now_s, price(self.members, nbytes).seconds
+        now_s, seconds = world.calendar.now_s, price(self.members, nbytes)
         end_s, _ = world.network.outages.passage(now_s, seconds, self.members)
         if end_s > now_s:
             self._cut_off = world.network.outages.affected(now_s, self.members)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.common.faults import Fault
 from paceline.sim.cluster import Cluster, Link
@@ -20,13 +20,6 @@ from paceline.sim.outages import Outages
 
 Algorithm = Callable[[Sequence[int], float, int], float]
 """The seconds that it takes, from members, bytes and passes (all-reduce 2, broadcast 1)."""
-
-
-class Cost(NamedTuple):
-    """The seconds of a collective, and the bytes that each member puts on its link."""
-
-    seconds: float
-    wire_bytes: float
 
 
 class Network:
@@ -106,26 +99,21 @@ class Network:
         """How long a server needs to apply an update."""
         return nbytes * self._scale / self._cluster.serving.bytes_per_s
 
-    def all_reduce(self, members: Sequence[int], nbytes: int) -> Cost:
-        """The cost of an all-reduce with the cluster's algorithm and number of calls."""
-        algorithms = {"ring": self._ring, "tree": self._tree, "two-level": self._two_level}
-        return self._in_calls(members, nbytes, 2, algorithms)
+    def all_reduce(self, members: Sequence[int], nbytes: int) -> float:
+        """Make an all-reduce in the cluster's way; return the seconds that it takes."""
+        return self._in_calls(members, nbytes, 2, self._ring)
 
-    def broadcast(self, members: Sequence[int], nbytes: int) -> Cost:
-        """The cost of a broadcast; the ring algorithm broadcasts by a tree."""
-        algorithms = {"ring": self._tree, "tree": self._tree, "two-level": self._two_level}
-        return self._in_calls(members, nbytes, 1, algorithms)
+    def broadcast(self, members: Sequence[int], nbytes: int) -> float:
+        """Make a broadcast; return its seconds. The ring algorithm broadcasts by a tree."""
+        return self._in_calls(members, nbytes, 1, self._tree)
 
-    def _in_calls(
-        self, members: Sequence[int], nbytes: int, passes: int, algorithms: Mapping[str, Algorithm]
-    ) -> Cost:
+    def _in_calls(self, members: Sequence[int], nbytes: int, passes: int, ring: Algorithm) -> float:
+        algorithms = {"ring": ring, "tree": self._tree, "two-level": self._two_level}
         chosen, calls = self._cluster.collectives.algorithm, self._calls(nbytes)
         allowed = algorithms.values() if chosen == "auto" else [algorithms[chosen]]
-        size, load = len(members), nbytes * self._scale
-        seconds = calls * min(time_of(members, load / calls, passes) for time_of in allowed)
-        wire_bytes = passes * load * (size - 1) / size
-        self.wire_bytes += wire_bytes * size
-        return Cost(seconds, wire_bytes)
+        load = nbytes * self._scale
+        self.wire_bytes += passes * load * (len(members) - 1)
+        return calls * min(time_of(members, load / calls, passes) for time_of in allowed)
 
     def _calls(self, nbytes: int) -> int:
         """How many calls ``nbytes`` take: their share of the calls of the whole model."""
