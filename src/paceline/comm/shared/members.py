@@ -115,9 +115,8 @@ class SharedMembers(Members):
         self._table, self._processes = shared.table, shared.processes
         self.starters = ranks(tuple(peer for peer in range(shared.size) if peer not in late))
         self._alive: tuple[int, ...] = ()
-        self._alive_at: list[int] = []
-        self._view: View | None = None
-        self._view_of: tuple[list[int], frozenset[int]] | None = None
+        self._view = View(0, ())
+        self._seen: tuple[list[int], frozenset[int]] | None = None
         self._looked_s = -TICK_S
         self._claim()
         self._enter(shared.rank in late)
@@ -154,24 +153,17 @@ class SharedMembers(Members):
 
     def alive(self) -> tuple[int, ...]:
         self.check()
-        self._look_round()
-        if self._alive_at != (entries := self._table.entries()):
-            self._alive = ranks(tuple(filter(self._is_here, range(self._shared.size))))
-            self._alive_at = entries
+        self.view()
         return self._alive
-
-    def _is_here(self, rank: int) -> bool:
-        standing = self._table[rank].standing
-        expected = standing is Standing.EXPECTED and rank in self.starters
-        return expected or standing is Standing.HERE or rank == self._shared.rank
 
     def view(self) -> View:
         self._look_round()
         seen = self._table.entries(), self._processes.stopped()
-        if self._view is None or self._view_of != seen:
+        if self._seen != seen:
             everyone = range(self._shared.size)
-            standings = {rank: self._table[rank].standing for rank in everyone}
-            self._view_of = seen
+            standings = [self._table[rank].standing for rank in everyone]
+            self._seen = seen
+            self._alive = ranks(tuple(r for r in everyone if self._is_here(r, standings[r])))
             self._view = View(
                 self._table.version,
                 [self.incarnation(rank) for rank in everyone],
@@ -180,6 +172,10 @@ class SharedMembers(Members):
                 seen[1],
             )
         return self._view
+
+    def _is_here(self, rank: int, standing: Standing) -> bool:
+        expected = standing is Standing.EXPECTED and rank in self.starters
+        return expected or standing is Standing.HERE or rank == self._shared.rank
 
     def incarnation(self, rank: int) -> int:
         number = self._table.incarnation(rank)
