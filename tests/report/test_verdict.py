@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reports import material, run
 
-from paceline.common.stats import ratio, spread
+from paceline.lab.stats import ratio, spread
 from paceline.report.material import Setting
 from paceline.report.verdict import headline, standings, verdict
 

@@ -25,15 +25,12 @@ MAX_HEADER_BYTES = 8 << 20
 _UNFIT = (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError)
 
 
-def save_tensors(
-    tensors: Mapping[str, Tensor], path: Path, header: dict[str, str] | None = None
-) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors by name; views and tied tensors are written as copies."""
-    replace_file(path, pack_tensors(tensors, header), "rank")
+    replace_file(path, _pack_tensors(tensors, None), "rank")
 
 
-def pack_tensors(tensors: Mapping[str, Tensor], header: dict[str, str] | None = None) -> bytes:
-    """The content of the file that :func:`save_tensors` writes."""
+def _pack_tensors(tensors: Mapping[str, Tensor], header: dict[str, str] | None) -> bytes:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     return save(plain, header)
 
@@ -49,7 +46,7 @@ def pack_state(state: Mapping[str, Any]) -> bytes:
     """The content of the file that :func:`save_state` writes; a copy of the state."""
     tensors: dict[str, Tensor] = {}
     tree = _pack(state, tensors)
-    return pack_tensors(tensors, {"state": json.dumps(tree)})
+    return _pack_tensors(tensors, {"state": json.dumps(tree)})
 
 
 def load_state(folder: Path, name: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ MAX_MANIFEST_BYTES = 4 << 20
 UNUSABLE = ".unusable"
 """The suffix that a run adds to a checkpoint which it could not use."""
 _NAME = re.compile(r"step-(\d{9,15})", re.ASCII)
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -308,10 +307,8 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, but was written with {entry['bytes']}")
-    digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
     if digest.hexdigest() != entry["blake2b"]:
         raise ValueError(f"{path.name} has changed since it was written: its digest differs")
 

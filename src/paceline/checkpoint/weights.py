@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -40,13 +39,7 @@ def plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     >>> plain_names({"module._orig_mod.0.weight": 1, "module._orig_mod.0.bias": 2})
     {'0.weight': 1, '0.bias': 2}
     """
-    while (prefix := _shared_prefix(weights)) is not None:
-        weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+    for prefix in PREFIXES:
+        if weights and all(name.startswith(prefix) for name in weights):
+            return plain_names({name.removeprefix(prefix): w for name, w in weights.items()})
     return weights
-
-
-def _shared_prefix(names: Iterable[str]) -> str | None:
-    """The prefix of a wrapper that all names share."""
-    all_names = list(names)
-    found = [prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in all_names)]
-    return found[0] if all_names and found else None

@@ -84,11 +84,6 @@ class RunFolder:
         """The run's trace."""
         return self.path / TRACE
 
-    @property
-    def model(self) -> Path:
-        """The file of the answer, under plain state-dict names."""
-        return self.path / MODEL
-
     def merge_traces(self, ranks: int) -> None:
         """Merge the traces of all ranks into one; remove them all if one rank's trace failed."""
         parts = [rank_trace(self.path, rank) for rank in range(ranks)]

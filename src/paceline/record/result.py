@@ -127,15 +127,15 @@ class Result:
     accuracy: float | None
     seconds: float
     startup_seconds: float
-    virtual_seconds: float | None
+    virtual_seconds: float | None = None
     samples_per_s: float | None = None
     bytes_sent: int
-    wire_bytes: int | None
+    wire_bytes: int | None = None
     wait_share: float
     staleness_mean: float | None
     staleness_max: float | None
     consensus_distance: float | None
-    trace_hash: str | None
+    trace_hash: str | None = None
     lost_workers: int
     joined_workers: int
     lost_batches: int = 0
@@ -243,14 +243,7 @@ class RunRecorder:
         last = max(own, key=lambda s: s.last_step_s, default=None)
         consensus = [s.consensus for s in own if s.consensus is not None]
         rates = [s.samples_per_s for s in own if s.samples_per_s is not None]
-        known = {
-            "virtual_seconds": None,
-            "wire_bytes": None,
-            "trace_hash": None,
-            "lost_workers": self._count("lost", workers),
-            "joined_workers": self._count("joined", workers) + self._count("rejoined", workers),
-            "out": None if self.folder is None else str(self.folder.path),
-        }
+        facts.setdefault("out", None if self.folder is None else str(self.folder.path))
         result = Result(
             strategy=strategy,
             workers=workers,
@@ -262,6 +255,8 @@ class RunRecorder:
             startup_seconds=max(0.0, own[0].first_wall_s - began_s) if own else 0.0,
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
+            lost_workers=self._count("lost", workers),
+            joined_workers=self._count("joined", workers) + self._count("rejoined", workers),
             lost_batches=round(last.batches_lost) if last is not None else 0,
             dropped_updates=round(sum(summary.dropped for summary in summaries)),
             diverged=bool(own) and all(summary.set_aside for summary in own),
@@ -275,7 +270,8 @@ class RunRecorder:
             epoch_samples=own[0].epoch_samples if own else None,
             events=sorted(self.events, key=lambda event: event["t"]),
             model_error=next((s.model_error for s in summaries if s.model_error), None),
-            **{**known, **_staleness(summaries, own, 0 if synchronous else None), **facts},
+            **_staleness(summaries, own, 0 if synchronous else None),
+            **facts,
         )
         if self.folder is not None:
             write_result(self.folder.path, vars(result))

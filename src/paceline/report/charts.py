@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.common.format import number
-from paceline.common.stats import Spread, spread
+from paceline.lab.stats import Spread, spread
 from paceline.report.material import Material, Setting
 from paceline.report.svg import Axis, Plot, Point, Style
 

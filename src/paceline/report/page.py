@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.common.format import number, seconds, size
 from paceline.common.reading import refuse_malformed
-from paceline.common.stats import spread
 from paceline.errors import UsageError
+from paceline.lab.stats import spread
 from paceline.report.charts import (
     BYTES_SENT,
     EPOCHS,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from paceline.common.format import seconds
-from paceline.common.stats import LEVEL, Spread, ratio, spread
+from paceline.lab.stats import LEVEL, Spread, ratio, spread
 from paceline.report.material import Material, Setting
 
 SURE, UNSURE = "sure", "not sure"

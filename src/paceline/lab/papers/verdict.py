@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.common.stats import spread
+from paceline.lab.stats import spread
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 SMALL = "too small to tell"
