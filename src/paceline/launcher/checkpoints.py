@@ -79,24 +79,19 @@ class CheckpointCoordinator:
 
     def prepare(self, config: Mapping[str, Any], ranks: int) -> None:
         """Choose the checkpoint to resume from; refuse one of another run, and to overwrite any."""
+        if self._out is not None and self._store.has_any and not self._resume:
+            raise UsageError(
+                f"out ({self._out}) holds checkpoints of an earlier run: resume it with"
+                " --resume (resume=True), or choose another folder"
+            )
         if not self.on:
-            if self._out is not None and self._store.has_any:
-                raise self._existing_checkpoints()
             return
         check_out(self.folder)
         self._config, self._ranks = config, ranks
-        if self._store.has_any and not self._resume:
-            raise self._existing_checkpoints()
         self.start = self._store.newest() if self._resume else None
         if self.start is not None:
             self.start.check_config(config)
         self._store.prepare(self.start)
-
-    def _existing_checkpoints(self) -> UsageError:
-        return UsageError(
-            f"out ({self.folder.parent}) holds checkpoints of an earlier run: resume it with"
-            " --resume (resume=True), or choose another folder"
-        )
 
     @property
     def plan(self) -> Plan | None:

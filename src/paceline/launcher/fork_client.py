@@ -95,11 +95,8 @@ class ForkServer:
     @classmethod
     def idle_pids(cls) -> set[int]:
         """The pids of the idle fork servers of this process."""
-        return {
-            fork_server._process.pid
-            for fork_server in cls._idle
-            if fork_server._process is not None
-        }
+        processes = [fork_server._process for fork_server in cls._idle]
+        return {process.pid for process in processes if process is not None}
 
     def has_ended(self) -> bool:
         """Whether the process has ended, or was never started."""

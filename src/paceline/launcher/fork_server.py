@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -71,9 +72,9 @@ def serve(sock: socket.socket) -> None:
         ready, _, _ = select.select([sock.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
-            for pid, status in _ended(children):
+            for pid, code in _ended(children):
                 with suppress(BrokenPipeError):
-                    send_message(sock, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+                    send_message(sock, {"ended": pid, "code": code})
         if sock.fileno() in ready:
             request = receive_message(sock)
             if request is None:
@@ -86,14 +87,13 @@ def serve(sock: socket.socket) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _ended(children: set[int]) -> list[tuple[int, int]]:
-    ended = []
+def _ended(children: set[int]) -> Iterator[tuple[int, int]]:
+    """Remove the children that have ended; their pids and exit codes."""
     for pid in list(children):
         gone, status = os.waitpid(pid, os.WNOHANG)
         if gone:
             children.discard(pid)
-            ended.append((pid, status))
-    return ended
+            yield pid, os.waitstatus_to_exitcode(status)
 
 
 def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:

@@ -32,8 +32,7 @@ from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import workers_in
-from paceline.training.listener import Listener
-from paceline.training.session import Session
+from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
 from paceline.training.worker import Worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 from paceline.checkpoint.store import Saved
@@ -29,8 +29,7 @@ from paceline.record.result import Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 from paceline.training.checkpointing import CheckpointParticipant, Plan, Stopped
-from paceline.training.listener import Listener
-from paceline.training.session import Session
+from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
 
 STOPPED: Message = {"stopped": True}
@@ -177,7 +176,7 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         return STOPPED
     finally:
         files.close()
-    return asdict(replace(summary_of(session), model_error=model_error))
+    return asdict(summary_of(session, model_error))
 
 
 def _participant(plan: Message | None, channel: Channel) -> CheckpointParticipant | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from paceline.comm.limits import Limits
@@ -23,8 +23,7 @@ from paceline.sim.replay import Replay
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy, strategy_name, strategy_spec
 from paceline.training.checkpointing import CheckpointParticipant
-from paceline.training.listener import Listener
-from paceline.training.session import Session
+from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
 
 
@@ -108,11 +107,8 @@ class _Ranks:
 
     def run(self, ports: SimulatedPorts) -> None:
         """Train on one rank."""
-        metered = (
-            self.record.follow(ports, self.trace)
-            if self.record
-            else MeteredPorts(ports, self.trace)
-        )
+        metering = self.record.follow if self.record else MeteredPorts
+        metered = metering(ports, self.trace)
         session = self._session(metered, ports.rank)
         try:
             run_rank(session, self.train, self.spec.arguments or {})
@@ -121,9 +117,9 @@ class _Ranks:
         except Exception as error:
             error.add_note(f"at {session.clock.now():.6f} s of virtual time")
             raise WorkerFailed.of(session.rank, error) from None
-        summary, folder = summary_of(session), self.spec.folder
+        folder = self.spec.folder
         model_error = save_answer(session.model, folder, self.trace) if session.leads else None
-        self.summaries.append(replace(summary, model_error=model_error))
+        self.summaries.append(summary_of(session, model_error))
         metered.close()
 
     def _session(self, ports: MeteredPorts, rank: int) -> Session:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from paceline.common.options import one_of
 from paceline.common.reference import Reference
 from paceline.errors import (
     CommTimeout,
-    PacelineError,
     PeerLost,
     UsageError,
     WorkerFailed,
@@ -158,9 +158,7 @@ def run_ranks(
             fork_server, common, arguments, fd, limits, on_message, policy, stop or Stop(False)
         )
         try:
-            supervisor.start_all(faults)
-            if folder is not None and policy.goes_on:
-                supervisor.open_join_socket(folder)
+            supervisor.start_all(faults, folder)
             supervisor.supervise()
         finally:
             supervisor.end()
@@ -206,8 +204,11 @@ class Supervisor:
 
     # Starting ------------------------------------------------------------------------------------
 
-    def start_all(self, faults: Sequence[Fault] = ()) -> None:
-        """Start all ranks except late joiners, and schedule the faults."""
+    def start_all(self, faults: Sequence[Fault], folder: Path | None) -> None:
+        """Start all ranks except late joiners, and schedule the faults.
+
+        Accept requests to add a worker through a socket in ``folder``.
+        """
         for fault in faults:
             if fault.at_step is None:
                 self._later(fault.at_s or 0.0, partial(self._inject, fault))
@@ -215,10 +216,8 @@ class Supervisor:
             if rank.number not in self._common["late"]:
                 self._unready.add(rank.number)
                 self._start(rank)
-
-    def open_join_socket(self, folder: Path) -> None:
-        """Accept requests to add a worker through a socket in ``folder``."""
-        self._join_socket = JoinSocket(folder)
+        if folder is not None and self._policy.goes_on:
+            self._join_socket = JoinSocket(folder)
 
     def _add_worker(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Handle a request: start a new process for a worker that was lost."""
@@ -230,29 +229,22 @@ class Supervisor:
         free = [worker for worker in lost if worker not in self._to_start]
         if not free:
             return {"error": f"all {self._policy.workers} workers are running"}
-        self._start_again(free[0])
+        self._to_start.append(free[0])
         return {"rank": free[0].number}
 
-    def _start_again(self, rank: Rank) -> None:
-        """Restart a lost rank, but not before the initial ranks have completed their setup.
+    def _start_pending(self) -> None:
+        """Start late and lost ranks, but not before the initial ranks have completed their setup.
 
         The setup contains collectives of the initial ranks, in which a late joiner takes no part.
+        Initial ranks that are stopped do not count.
         """
-        if self._some_are_starting():
-            self._to_start.append(rank)
+        if any(not self._processes.is_stopped(number) for number in self._unready):
             return
-        self._start(rank)
-        if rank.starts > 1:
-            self._report("restarted", rank)
-
-    def _some_are_starting(self) -> bool:
-        """Whether an initial rank is still in its setup and not stopped."""
-        return any(not self._processes.is_stopped(number) for number in self._unready)
-
-    def _start_pending(self) -> None:
         waiting, self._to_start = self._to_start, []
         for rank in waiting:
-            self._start_again(rank)
+            self._start(rank)
+            if rank.starts > 1:
+                self._report("restarted", rank)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Call ``act`` so many seconds after the start of the run."""
@@ -386,7 +378,7 @@ class Supervisor:
         self._report("lost", rank, reason=_how_ended(rank.code))
         others = any(other.returned or other.running for other in self._workers())
         if others and self._policy.restarts(rank.number):
-            self._start_again(rank)
+            self._to_start.append(rank)
 
     def _report(self, event: str, rank: Rank, **facts: Any) -> None:
         t = time.monotonic() - self._common["started_s"]
@@ -466,30 +458,25 @@ class Supervisor:
 
 def _raise_failure(ranks: list[Rank]) -> None:
     """Raise the cause of the failure: a rank's own error, else a dead rank, else a timeout."""
-    errors = [(rank.number, rank.error) for rank in ranks if rank.error is not None]
-    errors.sort(key=lambda failed: failed[1]["time_s"])
-    for number, error in errors:
+    errors = [{**rank.error, "rank": rank.number} for rank in ranks if rank.error is not None]
+    errors.sort(key=itemgetter("time_s"))
+    for error in errors:
+        if error["usage"]:
+            raise UsageError(error["message"])
         if "ranks" not in error:
-            raise _own_error(number, error)
-    reports = [error for _, error in errors]
+            raise WorkerFailed(error["rank"], error["summary"], error["traceback"])
     dead = [rank for rank in ranks if rank.failed and rank.error is None]
     dead = [rank for rank in dead if rank.reason or not rank.signalled]
     if dead:
-        seen = next((w for w in reports if w["ranks"] and w["type"] == "PeerLost"), None)
+        seen = next((w for w in errors if w["ranks"] and w["type"] == "PeerLost"), None)
         op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
         stopped = seen["reason"] if seen and seen["reason"] != "it died" else ""
         reason = dead[0].reason or stopped or _how_ended(dead[0].code)
         raise PeerLost([rank.number for rank in dead], op, reason, waited_s)
-    for error in reports:
+    for error in errors:
         if error["type"] == "PeerLost":
             raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])
         raise CommTimeout(error["ranks"], error["op"], error["waited_s"])
-
-
-def _own_error(number: int, error: Message) -> PacelineError:
-    if error["usage"]:
-        return UsageError(error["message"])
-    return WorkerFailed(number, error["summary"], error["traceback"])
 
 
 def _how_ended(code: int | None) -> str:

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ class Trace:
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         self._clock, self._path, self._on_failure = clock, path, on_failure
-        self._file: Lines | None = None
         self._given_up = False
-        if path is not None:
-            self._file = Lines(path, self._fail, append)
+        self._file = None if path is None else Lines(path, self._fail, append)
         if self._file is not None and append:
             self._file.add("\n")  # the last line of the earlier process may be incomplete
         self._digest = hashlib.sha256()
@@ -86,8 +85,8 @@ class Trace:
 
     def _emit(self, until_s: float) -> None:
         if self._clock is not None:
-            self._records.sort(key=_time)
-        end = bisect_left(self._records, until_s, key=_time)
+            self._records.sort(key=itemgetter(0))
+        end = bisect_left(self._records, until_s, key=itemgetter(0))
         records, self._records = self._records[:end], self._records[end:]
         lines = [f"{t!r} {rank} {event} {peer} {n}\n" for t, rank, event, peer, n, _ in records]
         self._digest.update("".join(lines).encode())
@@ -131,15 +130,11 @@ def is_duration(name: str) -> bool:
     return name.endswith("_s")
 
 
-def _time(record: Record) -> float:
-    return record[0]
-
-
 def merge(parts: Sequence[Path], path: Path) -> None:
     """Merge the traces of single ranks by time into one file, and remove them."""
     with open_private(path) as out:
         streams = [_lines(part) for part in parts if part.exists()]
-        out.writelines(line for _, line in heapq.merge(*streams, key=lambda item: item[0]))
+        out.writelines(line for _, line in heapq.merge(*streams, key=itemgetter(0)))
     for part in parts:
         part.unlink(missing_ok=True)
 

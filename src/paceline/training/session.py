@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,13 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.model.replica import Replica
-from paceline.record.result import Metric
+from paceline.record.result import Metric, OnMetric
 from paceline.strategies.base import Strategy
 from paceline.strategies.place import RankListener
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
 from paceline.training.checkpointing import CheckpointParticipant, read_generators, write_generators
 from paceline.training.hooks import Loads
-from paceline.training.listener import Listener
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.pending import DrawnBatch, Pass, PendingBatches
@@ -44,6 +44,27 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.25
 """The shortest time between two progress reports of a worker."""
+
+
+def _ignore(record: Metric) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who is called with what a rank reports; by default nobody.
+
+    Args:
+        metric: a record of ``worker.log``.
+        progress: the progress of a worker, a few times a second.
+        event: something happened to a rank.
+        ready: this rank has completed its setup.
+    """
+
+    metric: OnMetric = _ignore
+    progress: OnMetric = _ignore
+    event: OnMetric = _ignore
+    ready: Callable[[], None] = lambda: None
 
 
 class Session(RankListener):

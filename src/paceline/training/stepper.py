@@ -42,6 +42,7 @@ class Stepper:
 
     Attributes:
         io_s: how long this worker has waited for its data.
+        batch_size: the samples of a full batch.
         rejoined: how often it was left behind, and came back.
         lr: the learning rate that it began with.
         history: its samples and bytes after each step.
@@ -67,13 +68,12 @@ class Stepper:
         self.syncing, self.skipping = True, False
         self._session, self._costs = session, session.costs
         self._clock, self._recorder = session.clock, session.recorder
-        self._drawn = 0
-        self._full_batch = 0
+        self._drawn = self.batch_size = 0
 
     def drew(self, samples: int, full_batch: int) -> None:
         """Count a batch towards the next step."""
         self._drawn += samples
-        self._full_batch = max(self._full_batch, full_batch)
+        self.batch_size = max(self.batch_size, full_batch)
 
     def forget(self, samples: int) -> None:
         """Take back a batch that the loop did not train on."""
@@ -94,7 +94,7 @@ class Stepper:
             return
         self._session.before_step()
         samples, self._drawn = self._drawn, 0
-        self._full_batch = max(self._full_batch, samples)
+        self.batch_size = max(self.batch_size, samples)
         begin = self._mark()
         self.first = self.first or begin
         self.replica.flat.check()
@@ -126,7 +126,7 @@ class Stepper:
         """Let the time of the gradient pass; return what has been charged by then."""
         self._clock.begin_step(self.steps)
         if self._costs is not None:
-            self._clock.charge(self._costs.gradient_s(samples or self._full_batch))
+            self._clock.charge(self._costs.gradient_s(samples or self.batch_size))
         return self._clock.charged_s
 
     def _act(self, samples: int, overflow: bool) -> None:
@@ -171,11 +171,6 @@ class Stepper:
         wait_s = self._recorder.meter.wait_s
         return Mark(self._clock.now(), time.monotonic(), wait_s, self.io_s, self.samples)
 
-    @property
-    def batch_size(self) -> int:
-        """The samples of a full batch."""
-        return self._full_batch
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it, between two steps."""
         return {
@@ -183,7 +178,7 @@ class Stepper:
             "samples": self.samples,
             "io_s": self.io_s,
             "lr": self.lr,
-            "full_batch": self._full_batch,
+            "full_batch": self.batch_size,
             "first": self.first,
             "history": vars(self.history),
         }
@@ -191,7 +186,7 @@ class Stepper:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self.steps, self.samples, self.io_s = state["steps"], state["samples"], state["io_s"]
-        self.lr, self._full_batch = state["lr"], state["full_batch"]
+        self.lr, self.batch_size = state["lr"], state["full_batch"]
         if state["first"] is not None:
             self.first = Mark(*state["first"])._replace(wall_s=time.monotonic())
         self.history.__dict__.update(state["history"])

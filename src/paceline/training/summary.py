@@ -10,8 +10,8 @@ from paceline.training.session import Session
 from paceline.training.stepper import Mark
 
 
-def summary_of(session: Session) -> Summary:
-    """The summary of a rank that has finished."""
+def summary_of(session: Session, model_error: str | None = None) -> Summary:
+    """The summary of a rank that has finished; ``model_error``: why it could not save the model."""
     stepper, meter = session.stepper, session.meter
     now = Mark(session.clock.now(), time.monotonic(), 0.0)
     first, last = (stepper.first or now, stepper.last or now) if stepper else (now, now)
@@ -32,39 +32,25 @@ def summary_of(session: Session) -> Summary:
         epoch_samples=session.epoch_samples,
         history=stepper.history.rows if stepper else [],
         samples_per_s=_rate_of(session),
-        dropped=_dropped_by(session),
+        dropped=session.strategy.guard.dropped.total() if stepper else 0,
         set_aside=session.set_aside,
         batches_lost=session.ports.queue.lost_batches() + session.unseen_batches,
+        model_error=model_error,
         **_staleness_of(session),
     )
 
 
 def _rate_of(session: Session) -> float | None:
     """Samples per second on the run's clock, without the first step, which warms up."""
-    stepper = session.stepper
-    if (
-        stepper is None
-        or stepper.warm is None
-        or stepper.last is None
-        or stepper.last == stepper.warm
-    ):
+    warm, last = (session.stepper.warm, session.stepper.last) if session.stepper else (None, None)
+    if warm is None or last is None or last.time_s <= warm.time_s:
         return None
-    span_s = stepper.last.time_s - stepper.warm.time_s
-    return (stepper.last.samples - stepper.warm.samples) / span_s if span_s > 0 else None
-
-
-def _dropped_by(session: Session) -> int:
-    """How many updates this rank dropped, of its own and of others."""
-    return 0 if session.stepper is None else session.strategy.guard.dropped.total()
+    return (last.samples - warm.samples) / (last.time_s - warm.time_s)
 
 
 def _staleness_of(session: Session) -> dict[str, Any]:
     if session.stepper is None or session.stepper.alone:
         return {}
     stale = session.strategy.stale
-    return {
-        "stale_count": stale.count,
-        "stale_total": stale.total,
-        "stale_max": stale.maximum,
-        "stale_ages": sorted(stale.ages.items()),
-    }
+    numbers = {"stale_count": stale.count, "stale_total": stale.total, "stale_max": stale.maximum}
+    return {**numbers, "stale_ages": sorted(stale.ages.items())}

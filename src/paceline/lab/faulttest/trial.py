@@ -43,8 +43,7 @@ from paceline.launcher.rank import run_rank
 from paceline.record.trace import Trace
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy
-from paceline.training.listener import Listener
-from paceline.training.session import Session
+from paceline.training.session import Listener, Session
 
 OBSERVERS: tuple[type[Observer], ...] = (
     MemberViews,
