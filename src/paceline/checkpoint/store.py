@@ -48,25 +48,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint."""
+    """An intact checkpoint.
+
+    Attributes:
+        step: how many steps its first worker had made.
+        ranks: those whose states it holds; the others had been lost.
+        time_s: when it was made, on the run's clock.
+        config: of the run.
+    """
 
     path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """How many steps its first worker had made."""
-        return int(self.manifest["step"])
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks whose states it holds; the others had been lost."""
-        return list(self.manifest["ranks"])
-
-    @property
-    def time_s(self) -> float:
-        """When it was made, on the run's clock."""
-        return float(self.manifest["time_s"])
+    step: int
+    ranks: list[int]
+    time_s: float
+    config: dict[str, Any]
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
         """The metrics and events up to this checkpoint."""
@@ -76,7 +71,7 @@ class Checkpoint:
 
     def check_config(self, config: Mapping[str, Any]) -> None:
         """Refuse to resume with another configuration; the error names the first difference."""
-        saved = self.manifest["config"]
+        saved = self.config
         for name in [*config, *(name for name in saved if name not in config)]:
             if saved.get(name) != plain(config.get(name)):
                 raise UsageError(
@@ -260,9 +255,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         manifest = _read_manifest(path)
         for name, entry in manifest["files"].items():
             _verify(path / name, entry)
+        facts = {name: manifest[name] for name in ("step", "ranks", "config")}
+        return Checkpoint(path, time_s=float(manifest["time_s"]), **facts)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"checkpoint {path} cannot be used: {reason_of(error)}") from None
-    return Checkpoint(path, manifest)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -288,7 +284,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} belongs to {name}: the folder must have this name")
     if set(manifest["files"]) != expected:
         raise ValueError(f"{MANIFEST} must name the files of its ranks")
-    float(manifest["time_s"])
     if not isinstance(manifest["config"], dict):
         raise ValueError(f"{MANIFEST} must hold a configuration")
     return manifest

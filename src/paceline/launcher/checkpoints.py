@@ -6,20 +6,19 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.store import FOLDER, Checkpoint, Saved, Store
 from paceline.common.faults import Fault
-from paceline.common.options import above, at_least, finite
+from paceline.common.files import reason_of
+from paceline.common.options import at_least, positive
 from paceline.errors import UsageError
 from paceline.record.folder import check_out
+from paceline.record.result import RunRecorder
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
 from paceline.training.checkpointing import Plan
-
-if TYPE_CHECKING:
-    from paceline.record.result import RunRecorder
 
 
 class CheckpointCoordinator:
@@ -52,8 +51,7 @@ class CheckpointCoordinator:
         if steps is not None:
             at_least("checkpoint_steps", steps, 1)
         if minutes is not None:
-            above("checkpoint_minutes", minutes, 0)
-            finite("checkpoint_minutes", minutes)
+            positive("checkpoint_minutes", minutes)
         at_least("keep", keep, 1)
         self._out = None if out is None else Path(out)
         self.on = steps is not None or minutes is not None or resume
@@ -144,7 +142,7 @@ class CheckpointCoordinator:
                 self.last = step
                 return
             except OSError as error:
-                self.error = error.strerror or str(error)
+                self.error = reason_of(error)
         self._store.abandon(step)
         if not self._warned:
             self._warned = True

@@ -6,14 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.comm.clock import RealClock
+from paceline.comm.ports import Ports
 from paceline.common.faults import Fault
-
-if TYPE_CHECKING:
-    from paceline.comm.ports import Ports
-    from paceline.launcher.rank_process import Channel
+from paceline.launcher.rank_process import Channel
 
 
 class FaultClock(RealClock):

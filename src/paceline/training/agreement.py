@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from paceline._version import __version__
+from paceline.comm.comm import Comm
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from paceline.comm.comm import Comm
-    from paceline.model.replica import Replica
-    from paceline.strategies.base import Strategy
+from paceline.model.replica import Replica
+from paceline.strategies.base import Strategy
 
 _LIMBS = 4
 _MAX_BYTES = 1 << 24

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from paceline.training.stepper import Stepper
+from paceline.training.stepper import Stepper
 
 
 class Hook:

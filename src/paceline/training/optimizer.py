@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.training.stepper import Stepper
+from paceline.training.stepper import Stepper
 
 
 class PacedOptimizer(Optimizer):

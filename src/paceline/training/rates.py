@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.comm.comm import Comm
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.comm.comm import Comm
-    from paceline.model.replica import Replica
-    from paceline.strategies.base import Strategy
+from paceline.model.replica import Replica
+from paceline.strategies.base import Strategy
 
 EVERY = 64
 """Steps between two comparisons."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from paceline.checkpoint.states import load_state, save_state
 from paceline.checkpoint.weights import read_weights
-from paceline.common.options import at_least, one_of
+from paceline.common.options import above, at_least, one_of
 from paceline.common.seeds import all_seeded, stream
 from paceline.errors import UsageError
 from paceline.record.result import Metric
@@ -172,8 +172,7 @@ class Worker:
 
         Where a server makes the update, before the gradient is sent to it.
         """
-        if not max_norm > 0:
-            raise UsageError(f"max_norm ({max_norm}) must be above 0")
+        above("max_norm", max_norm, 0)
         self._session.running.max_norm = max_norm
 
     def settle(self) -> None:
