@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -69,8 +70,6 @@ class Flat:
                 start = end
             self.groups.append(slice(first, start))
         self.x = self._bind()
-        self._g: Tensor | None = None
-        self._g_views: list[Tensor] = []
 
     def _bind(self) -> Tensor:
         """Move the parameters into one vector and make them views of it."""
@@ -94,13 +93,14 @@ class Flat:
             for span in self.spans
         ]
 
-    @property
+    @cached_property
     def g(self) -> Tensor:
         """The vector of gradients, allocated at its first use."""
-        if self._g is None:
-            self._g = self._allocate(self.x.numel(), self.x)
-            self._g_views = self.views(self._g)
-        return self._g
+        return self._allocate(self.x.numel(), self.x)
+
+    @cached_property
+    def _g_views(self) -> list[Tensor]:
+        return self.views(self.g)
 
     def gather(self) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.

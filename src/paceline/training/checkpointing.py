@@ -159,10 +159,13 @@ class CheckpointParticipant:
         plan: when they are made.
         tell: called with each file that this rank has written.
         disk: where files are written.
+
+    Attributes:
+        resumes: whether the run resumes from a checkpoint.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
-        self._plan, self._tell = plan, tell
+        self._plan, self._tell, self.resumes = plan, tell, plan.resume is not None
         self._store = Store(Path(plan.folder), disk=disk)
         self._made_s = 0.0
         self._state: dict[str, Any] = {}
@@ -280,11 +283,6 @@ class CheckpointParticipant:
         return state
 
     # Resuming one -------------------------------------------------------------------------------
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the run resumes from a checkpoint."""
-        return self._plan.resume is not None
 
     def resume(self) -> None:
         """Restore the state of this rank, together with all others."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -222,7 +222,7 @@ class PacedLoader:
                 yield from self._sample(this)
             else:
                 yield from self._share(this, resume_at)
-            this.end()
+            this.open = False
         finally:  # may run in any thread, when an abandoned iterator is collected
             this.leave()
 
@@ -400,11 +400,8 @@ class _Stream:
             yield from sorted(resume_at.tickets)
             yield from self._owner.tickets(epoch)
             return
-        step, index = (1, 0) if self._owner.sharing == "static" else (size, rank)
-        index += step * resume_at.taken
-        while True:
-            yield index
-            index += step
+        step, first = (1, 0) if self._owner.sharing == "static" else (size, rank)
+        yield from count(first + step * resume_at.taken, step)
 
 
 class _Map:

@@ -59,10 +59,6 @@ class Pass:
         """Note that the loop was left; does nothing if its data has ended."""
         self.left, self.open = self.left or self.open, False
 
-    def end(self) -> None:
-        """Note that the data has ended."""
-        self.open = False
-
 
 class PendingBatches:
     """The batches that a worker has drawn and not used yet.
