@@ -21,12 +21,7 @@ from paceline.comm.membership import MOST_SUCCESSORS, MembershipPolicy
 from paceline.common.faults import Fault, rank_of
 from paceline.common.options import one_of
 from paceline.common.reference import Reference
-from paceline.errors import (
-    CommTimeout,
-    PeerLost,
-    UsageError,
-    WorkerFailed,
-)
+from paceline.errors import CommTimeout, PeerLost, UsageError, WorkerFailed
 from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.rank_process import Message, refuse_in_rank
