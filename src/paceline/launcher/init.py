@@ -13,8 +13,8 @@ from typing import Any
 from paceline.comm.launchers import launched
 from paceline.comm.limits import Limits
 from paceline.comm.metered import MeteredPorts
+from paceline.common.generators import seed_user_generators
 from paceline.common.reference import refer_or_name
-from paceline.common.seeds import seed_user_generators
 from paceline.errors import (
     CommTimeout,
     NotLaunched,

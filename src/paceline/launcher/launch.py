@@ -13,8 +13,8 @@ from paceline.comm.launchers import launched
 from paceline.comm.membership import MembershipPolicy
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
+from paceline.common.generators import seed_user_generators
 from paceline.common.reference import find, plain_json, refer_to
-from paceline.common.seeds import seed_user_generators
 from paceline.errors import UsageError
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.fault_clock import FaultClock

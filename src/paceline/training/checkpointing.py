@@ -17,21 +17,18 @@ generators, and all that was given to ``worker.track``.
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.states import load_state, pack_state
 from paceline.checkpoint.store import Saved, Store
 from paceline.comm.ports import Call
 from paceline.common.format import size as in_words
+from paceline.common.generators import read_generators, write_generators
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.place import Staleness
 from paceline.training.loader import Position
@@ -342,30 +339,3 @@ class CheckpointParticipant:
 def _members(call: Call) -> list[int]:
     """The ranks that are called."""
     return [rank for rank, incarnation in enumerate(call.incarnations) if incarnation]
-
-
-# Random generators -------------------------------------------------------------------------------
-
-
-def read_generators(device: torch.device) -> dict[str, Any]:
-    """The states of the global random generators."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    version, words, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        "python": (version, torch.tensor(words), gauss),
-    }
-
-
-def write_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Put the global random generators into the states that :func:`read_generators` gave."""
-    kind, keys, *rest = state["numpy"]
-    version, words, gauss = state["python"]
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate((version, tuple(words.tolist()), gauss))

@@ -26,9 +26,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data import DistributedSampler as Distributed
 from torch.utils.data import SequentialSampler as Sequential
 
+from paceline.common.generators import all_seeded
 from paceline.common.one_core import take_back_cores
 from paceline.common.options import one_of
-from paceline.common.seeds import all_seeded, stream
+from paceline.common.seeds import stream
 from paceline.errors import UsageError
 from paceline.training.pending import DrawnBatch, Pass
 
@@ -619,7 +620,7 @@ class _Draws:
             set_epoch(epoch)
         seed = int(stream(self._seed, "data", self._number, epoch).integers(2**31))
         parts = (self._sampler, getattr(self._sampler, "sampler", None))
-        with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
+        with all_seeded(seed, parts, torch.device("cpu")):
             if self._batches:
                 return [list(batch) for batch in self._sampler]
             return np.fromiter(self._sampler, dtype=np.int64)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.comm import Comm
 from paceline.comm.metered import Meter, MeteredPorts
+from paceline.common.generators import read_generators, write_generators
 from paceline.errors import (
     CommTimeout,
     LeftBehind,
@@ -32,7 +33,7 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.place import RankListener
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
-from paceline.training.checkpointing import CheckpointParticipant, read_generators, write_generators
+from paceline.training.checkpointing import CheckpointParticipant
 from paceline.training.hooks import Loads
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer

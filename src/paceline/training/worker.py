@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 
 from paceline.checkpoint.states import load_state, save_state
 from paceline.checkpoint.weights import read_weights
+from paceline.common.generators import all_seeded, read_generators, write_generators
 from paceline.common.options import above, at_least, one_of
-from paceline.common.seeds import all_seeded, stream
+from paceline.common.seeds import stream
 from paceline.errors import UsageError
 from paceline.record.result import Metric
 from paceline.strategies.base import warn_of_long_interval
-from paceline.training.checkpointing import read_generators, write_generators
 from paceline.training.loader import PacedLoader, Position, Sharing, moved
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.rest import recalibrate
@@ -234,14 +234,12 @@ class Worker:
         source = loader.plain if isinstance(loader, PacedLoader) else loader
         parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
         seed = int(stream(self.seed, "recalibrate").integers(2**31))
-        buffers, generators = session.buffers.rest.read(), read_generators(self.device)
-        taken = 0
+        buffers, taken = session.buffers.rest.read(), 0
         try:
-            with all_seeded(seed, [getattr(part, "generator", None) for part in parts]):
+            with all_seeded(seed, parts, self.device):
                 inputs = (moved(batch, self.device) for batch in islice(source, batches))
                 taken = recalibrate(session.model, inputs)
         finally:
-            write_generators(generators, self.device)
             if not taken:
                 session.buffers.rest.write(buffers)
         if not taken:

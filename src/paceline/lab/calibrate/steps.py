@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
+from paceline.common.generators import seed_user_generators
 from paceline.common.reference import Reference, find, refer_to
-from paceline.common.seeds import seed_user_generators
 from paceline.errors import PeerLost, ServingDone, UsageError
 from paceline.lab.calibrate.clock import OwnTime
 from paceline.launcher.rank_process import Channel, Message
