@@ -196,7 +196,7 @@ def serve_one_worker(transport: Any, channel: Any, argument: dict[str, Any]) -> 
         try:
             with pl.init(strategy=strategy, seed=argument["seed"], out=out) as worker:
                 train(worker)
-            ends.append([worker.steps, worker._session.meter.bytes_sent])
+            ends.append([worker.steps, worker._session.recorder.meter.bytes_sent])
         except SystemExit as end:
             ends.append(f"ended with {end.code}")
     return ends

@@ -86,7 +86,7 @@ def test_of_two_that_differ_the_first_is_named():
 def test_the_same_model_costs_no_bytes_and_no_time():
     def train(worker):
         worker.setup(*build("same"))
-        assert worker._session.meter.bytes_sent == sum(
+        assert worker._session.recorder.meter.bytes_sent == sum(
             p.nbytes for p in build("same")[0].parameters()
         )
 

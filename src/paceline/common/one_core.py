@@ -67,13 +67,9 @@ def _watch(allowed: set[int], finished: threading.Event) -> None:
     while not finished.wait(_WATCH_S):
         now_s, now_used_s = time.monotonic(), time.process_time()
         if now_used_s - used_s < _STARVED * (now_s - wall_s):
-            _allow_all(allowed)
+            for thread in threading.enumerate():
+                if thread.native_id is not None:
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(thread.native_id, allowed)
             return
         wall_s, used_s = now_s, now_used_s
-
-
-def _allow_all(allowed: set[int]) -> None:
-    for thread in threading.enumerate():
-        if thread.native_id is not None:
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.native_id, allowed)

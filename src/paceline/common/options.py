@@ -24,7 +24,8 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
             raise UsageError(f"{where}: {unknown('option', key, hints)}")
     typed = {key: _convert(value, hints[key], key, where) for key, value in values.items()}
     for field in dataclasses.fields(cast(Any, cls)):
-        if _is_required(field) and field.name not in typed:
+        required = field.init and field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in typed:
             raise UsageError(f"{where}: {field.name} is missing")
     try:
         return cls(**typed)
@@ -120,11 +121,6 @@ def one_of(name: str, value: object, choices: Iterable[object]) -> None:
     allowed = list(choices)
     if value not in allowed:
         raise UsageError(f"{name} ({value}) must be one of {', '.join(map(str, allowed))}")
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    missing = dataclasses.MISSING
-    return field.init and field.default is missing and field.default_factory is missing
 
 
 def _convert(value: Any, hint: Any, name: str, where: str) -> Any:

@@ -19,13 +19,12 @@ from paceline.errors import (
     CommTimeout,
     NotLaunched,
     NotSaved,
-    PacelineError,
     PeerLost,
     RunLost,
     ServingDone,
     UsageError,
 )
-from paceline.launcher.rank import note_origin
+from paceline.launcher.rank import noting_origin
 from paceline.launcher.spec import InitSpec, Train, takes
 from paceline.launcher.transports import connect_under_launcher
 from paceline.record.folder import RankFiles, check_out, claim, write_result
@@ -97,23 +96,17 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         listener=Listener(metric=log, event=print_event),
     )
     try:
-        try:
-            yield session
-            session.finish()
-            model_error = files.save_answer(session.model) if session.leads else None
-        except ServingDone:
+        with noting_origin(session, ports):
+            try:
+                yield session
+                session.finish()
+                model_error = files.save_answer(session.model) if session.leads else None
+            except ServingDone:
+                ports.close()
+                raise SystemExit(0) from None
             ports.close()
-            raise SystemExit(0) from None
-        ports.close()
-        if model_error is not None:
-            raise NotSaved(spec.out, model_error)
-    except (RunLost, PeerLost) as error:
-        loss = error.loss if isinstance(error, RunLost) else ports.first_loss(error)
-        note_origin(loss, session)
-        raise loss from None
-    except PacelineError as error:
-        note_origin(error, session)
-        raise
+            if model_error is not None:
+                raise NotSaved(spec.out, model_error)
     finally:
         ports.give_up()
         files.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from paceline.errors import PacelineError, RunLost, ServingDone
+from paceline.comm.ports import Ports
+from paceline.errors import PacelineError, PeerLost, RunLost, ServingDone
 from paceline.launcher.spec import Train
 from paceline.training.session import Session
 from paceline.training.worker import Worker
@@ -13,19 +15,24 @@ from paceline.training.worker import Worker
 
 def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> None:
     """Train and finish; a serving rank ends in ``worker.setup``."""
-    try:
+    with noting_origin(session, session.ports), suppress(ServingDone):
         train(Worker(session), **arguments)
         session.finish()
-    except ServingDone:
-        pass
-    except RunLost as end:
-        note_origin(end.loss, session)
-        raise end.loss from None
+
+
+@contextmanager
+def noting_origin(session: Session, ports: Ports) -> Iterator[None]:
+    """Note on which rank and when an error occurred; of a lost run, raise its first loss."""
+    try:
+        yield
+    except (RunLost, PeerLost) as end:
+        loss = end.loss if isinstance(end, RunLost) else ports.first_loss(end)
+        loss.add_note(_origin(session))
+        raise loss from None
     except PacelineError as error:
-        note_origin(error, session)
+        error.add_note(_origin(session))
         raise
 
 
-def note_origin(error: PacelineError, session: Session) -> None:
-    """Note on which rank and when an error occurred."""
-    error.add_note(f"on rank {session.rank} at {session.clock.now():.6f} s")
+def _origin(session: Session) -> str:
+    return f"on rank {session.rank} at {session.clock.now():.6f} s"

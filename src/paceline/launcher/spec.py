@@ -258,17 +258,12 @@ def takes(spec: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:
 
 
 def _with_arguments(run: Callable[..., Any], spec: Any) -> str:
-    """The docstring of a function, with the arguments of its spec."""
+    """The docstring of a function, with the arguments of its spec in the order of the signature."""
     text, _, raises = inspect.cleandoc(run.__doc__ or "").partition("\nRaises:\n")
-    parts = [inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in _bases(spec)]
+    kinds = [*(kind for kind in (Started, RunSpec, OnDevice) if issubclass(spec, kind)), spec]
+    parts = [inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in kinds]
     arguments = "\n".join(part.rstrip() for part in parts)
     return f"{text.rstrip()}\n\nArgs:\n{arguments}\n" + (f"\nRaises:\n{raises}" if raises else "")
-
-
-def _bases(spec: Any) -> list[type]:
-    """A spec and its base classes, in the order of the signature."""
-    order = (Started, RunSpec, OnDevice)
-    return [*(kind for kind in order if issubclass(spec, kind)), spec]
 
 
 def ranks_for(strategy: Strategy, workers: int) -> int:

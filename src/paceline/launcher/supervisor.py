@@ -446,32 +446,31 @@ class Supervisor:
                 rank.close_pipe()
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the run, if one did."""
-        if any(self._is_failure(rank) for rank in self.ranks):
-            _raise_failure(self.ranks)
+        """Raise the error that ended the run, if one did.
 
-
-def _raise_failure(ranks: list[Rank]) -> None:
-    """Raise the cause of the failure: a rank's own error, else a dead rank, else a timeout."""
-    errors = [{**rank.error, "rank": rank.number} for rank in ranks if rank.error is not None]
-    errors.sort(key=itemgetter("time_s"))
-    for error in errors:
-        if error["usage"]:
-            raise UsageError(error["message"])
-        if "ranks" not in error:
-            raise WorkerFailed(error["rank"], error["summary"], error["traceback"])
-    dead = [rank for rank in ranks if rank.failed and rank.error is None]
-    dead = [rank for rank in dead if rank.reason or not rank.signalled]
-    if dead:
-        seen = next((w for w in errors if w["ranks"] and w["type"] == "PeerLost"), None)
-        op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
-        stopped = seen["reason"] if seen and seen["reason"] != "it died" else ""
-        reason = dead[0].reason or stopped or _how_ended(dead[0].code)
-        raise PeerLost([rank.number for rank in dead], op, reason, waited_s)
-    for error in errors:
-        if error["type"] == "PeerLost":
-            raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])
-        raise CommTimeout(error["ranks"], error["op"], error["waited_s"])
+        That is a rank's own error, else the loss of a dead rank, else a timeout.
+        """
+        if not any(self._is_failure(rank) for rank in self.ranks):
+            return
+        errors = [{**rank.error, "rank": rank.number} for rank in self.ranks if rank.error]
+        errors.sort(key=itemgetter("time_s"))
+        for error in errors:
+            if error["usage"]:
+                raise UsageError(error["message"])
+            if "ranks" not in error:
+                raise WorkerFailed(error["rank"], error["summary"], error["traceback"])
+        dead = [rank for rank in self.ranks if rank.failed and not rank.error]
+        dead = [rank for rank in dead if rank.reason or not rank.signalled]
+        if dead:
+            seen = next((w for w in errors if w["ranks"] and w["type"] == "PeerLost"), None)
+            op, waited_s = (seen["op"], seen["waited_s"]) if seen else ("the run", 0.0)
+            stopped = seen["reason"] if seen and seen["reason"] != "it died" else ""
+            reason = dead[0].reason or stopped or _how_ended(dead[0].code)
+            raise PeerLost([rank.number for rank in dead], op, reason, waited_s)
+        for error in errors:
+            if error["type"] == "PeerLost":
+                raise PeerLost(error["ranks"], error["op"], error["reason"], error["waited_s"])
+            raise CommTimeout(error["ranks"], error["op"], error["waited_s"])
 
 
 def _how_ended(code: int | None) -> str:

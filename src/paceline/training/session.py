@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.comm import Comm
-from paceline.comm.metered import Meter, MeteredPorts
+from paceline.comm.metered import MeteredPorts
 from paceline.common.generators import read_generators, write_generators
 from paceline.errors import (
     CommTimeout,
@@ -506,11 +506,6 @@ class Session(RankListener):
     def set_aside(self) -> bool:
         """Whether this worker's updates count for nothing any more: its loaders have ended."""
         return self.stepper is not None and self.rank in self.strategy.guard.aside
-
-    @property
-    def meter(self) -> Meter:
-        """What this rank has sent, and how long it has waited."""
-        return self.recorder.meter
 
     def measuring(self) -> Comm:
         """A Comm of all workers for what only measures the run: nothing is counted or charged."""

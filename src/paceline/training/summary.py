@@ -12,7 +12,7 @@ from paceline.training.stepper import Mark
 
 def summary_of(session: Session, model_error: str | None = None) -> Summary:
     """The summary of a rank that has finished; ``model_error``: why it could not save the model."""
-    stepper, meter = session.stepper, session.meter
+    stepper, meter = session.stepper, session.recorder.meter
     now = Mark(session.clock.now(), time.monotonic(), 0.0)
     first, last = (stepper.first or now, stepper.last or now) if stepper else (now, now)
     return Summary(
