@@ -45,8 +45,10 @@ class Alone(pl.Strategy):
 SAVED = {"checkpoint", "checkpoint_error", "resumed_at", "model_error"}
 
 
-def result_of(*summaries, workers=None, strategy=None, logged=(), **facts):
+def result_of(*summaries, workers=None, strategy=None, logged=(), lost=(), **facts):
     recorder = RunRecorder(None, None)
+    for rank in lost:
+        recorder.event({"t": 1.0, "event": "lost", "rank": rank})
     for record in logged:
         recorder.metric(record)
     facts = {"workers": len(summaries) if workers is None else workers, "seed": 0, **facts}
@@ -143,7 +145,7 @@ def test_workers_are_summed_and_servers_count_for_their_bytes_only():
 
 
 def test_a_run_that_lost_all_workers_has_no_waiting_time():
-    run = result_of(workers=2, lost_workers=2)
+    run = result_of(workers=2, lost=[0, 1])
     assert (run.steps, run.samples, run.wait_share, run.lost_workers) == (0, 0, 0.0, 2)
 
 
