@@ -102,10 +102,10 @@ def train_through_losses(
     epoch = steps = 0
 
     def lost() -> frozenset[int]:
-        return worker._session.world.members.view().lost
+        return worker._session.all_ranks.members.view().lost
 
     while epoch < epochs or (
-        until_incarnation and not has_joined(worker._session.world, victim, until_incarnation)
+        until_incarnation and not has_joined(worker._session.all_ranks, victim, until_incarnation)
     ):
         for numbers, inputs in batches:
             sgd.zero_grad()

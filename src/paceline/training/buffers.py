@@ -35,11 +35,6 @@ class SharedBuffers:
         self.rest = Rest(model, {id(span.parameter) for span in replica.flat.spans})
         self._session, self._shown = session, torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def are_averaged(self) -> bool:
-        """Whether there are any that workers average."""
-        return bool(self.rest.averaged)
-
     # At the beginning ----------------------------------------------------------------------------
 
     @property
@@ -54,10 +49,10 @@ class SharedBuffers:
 
     def _show_fixed(self) -> None:
         """Let those who come late see what is not averaged: the first worker does."""
-        world = self._session.world
-        someone_may = world.elastic or len(world.members.starters()) < world.size
+        ranks = self._session.all_ranks
+        someone_may = ranks.elastic or len(ranks.members.starters()) < ranks.size
         if self._session.rank == self._first and someone_may and self.rest.has_fixed:
-            world.board.publish(self.rest.fixed(), window=FIXED)
+            ranks.board.publish(self.rest.fixed(), window=FIXED)
 
     def take_first(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""
@@ -72,7 +67,7 @@ class SharedBuffers:
 
     def take_fixed(self) -> None:
         """Of a worker that comes late: take what is not averaged."""
-        fixed = self._session.world.board.peek(self._first, window=FIXED, gone=True)
+        fixed = self._session.all_ranks.board.peek(self._first, window=FIXED, gone=True)
         if fixed is not None:
             self.rest.load_fixed(fixed.x)
 
@@ -96,13 +91,13 @@ class SharedBuffers:
         packet = self.rest.packet(self._weight) if self.rest.averaged else None
         if packet is not None:
             self._shown = packet
-            self._session.world.board.publish(packet, window=BUFFERS)
+            self._session.all_ranks.board.publish(packet, window=BUFFERS)
 
     def _seen(self, ranks: Iterable[int]) -> list[Tensor]:
         """The buffers of other workers, as they have last shown them."""
         if not self.rest.averaged:
             return []
-        own, peek = self._session.rank, self._session.world.board.peek
+        own, peek = self._session.rank, self._session.all_ranks.board.peek
         seen = [peek(rank, window=BUFFERS, gone=True) for rank in ranks if rank != own]
         return [packet.x for packet in seen if packet is not None]
 
@@ -146,4 +141,4 @@ class SharedBuffers:
         """Let others see what they saw when the state was saved."""
         self._show_fixed()
         if self._shown.numel():
-            self._session.world.board.publish(self._shown, window=BUFFERS)
+            self._session.all_ranks.board.publish(self._shown, window=BUFFERS)

@@ -235,7 +235,7 @@ class CheckpointParticipant:
             try:
                 self._session.strategy.summon(rank, call.number, call.stop)
             except PeerLost:
-                if not self._session.world.elastic:
+                if not self._session.all_ranks.elastic:
                     raise
 
     def summoned(self, number: int, stop: bool) -> None:

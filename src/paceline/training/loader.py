@@ -342,7 +342,7 @@ class PacedLoader:
 
     def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
-        comm, workers = self._session.world, self._session.size
+        comm, workers = self._session.all_ranks, self._session.size
         return LastCollective(comm.collectives_done, tuple(r for r in comm.present if r < workers))
 
     def __len__(self) -> int:
@@ -460,7 +460,7 @@ class _Map:
 
     @property
     def _incarnation(self) -> int:
-        return self._session.world.members.incarnation(self._session.rank)
+        return self._session.all_ranks.members.incarnation(self._session.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None if the epoch is empty."""
@@ -479,7 +479,7 @@ class _Map:
     def _may_shrink(self) -> bool:
         """Whether workers may be lost during the epoch, and others take over their data."""
         plain = not isinstance(self._order(self._epoch), list)
-        return self._session.world.elastic and self._owner.sharing == "shard" and plain
+        return self._session.all_ranks.elastic and self._owner.sharing == "shard" and plain
 
     def _divide(self) -> Iterator[Indices]:
         """This worker's part of the epoch, divided among the remaining workers."""

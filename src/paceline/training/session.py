@@ -83,7 +83,7 @@ class Session(RankListener):
         checkpointing: makes the rank's part of checkpoints, if there are any.
 
     Attributes:
-        world: all ranks; ``comm``: the workers among themselves.
+        all_ranks: a Comm of workers, servers and communicators.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
         consensus: how far the workers were apart just before the end.
@@ -108,8 +108,7 @@ class Session(RankListener):
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
         self.device = torch.device(device)
-        self.world = Comm(ports, elastic=elastic)
-        self.comm = self.world.group([*range(workers)] if self.rank < workers else [self.rank])
+        self.all_ranks = Comm(ports, elastic=elastic)
         self.listener, self.checkpointing = listener, checkpointing
         self.consensus: float | None = None
         self.unseen_batches = 0
@@ -138,7 +137,7 @@ class Session(RankListener):
         self.stepper, self.model = stepper, model
         self.buffers = SharedBuffers(model, replica, self)
         self.loads = Loads(model, stepper, self.settle)
-        self.strategy.bind(self.world, replica, self.size, self.seed, self)
+        self.strategy.bind(self.all_ranks, replica, self.size, self.seed, self)
         if self.checkpointing is not None:
             self.checkpointing.bind(self)
         try:
@@ -164,7 +163,7 @@ class Session(RankListener):
     def _agree(self, model: nn.Module, replica: Replica) -> None:
         """Check that all ranks of the start have the same model, method, seed and version."""
         if not self.late:
-            starters = self.world.group(self.world.members.starters(), metered=False)
+            starters = self.all_ranks.group(self.all_ranks.members.starters(), metered=False)
             check_agreement(starters, facts_of(model, replica, self.strategy, self.seed))
 
     def _resume(self, checkpointing: CheckpointParticipant, x: Tensor) -> None:
@@ -197,7 +196,7 @@ class Session(RankListener):
 
     def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
         """Join the others, for the first time or again; end, if they have come to their end."""
-        others, members = {*range(self.size)} - {self.rank}, self.world.members
+        others, members = {*range(self.size)} - {self.rank}, self.all_ranks.members
         while True:
             try:
                 return join(x)
@@ -370,7 +369,7 @@ class Session(RankListener):
         before = x.clone()
         stepper.keep_up(lambda: self.strategy.finish(x), again=True)
         self.unseen_batches = sum(loader.unseen() for loader in self.loaders.values())
-        if self.buffers.are_averaged:
+        if self.buffers.rest.averaged:
             stepper.keep_up(self.buffers.average, again=True)
         measured = stepper.keep_up(lambda: self._measure(before, stepper.steps), again=True)
         if self.strategy.synchronous:
@@ -495,7 +494,7 @@ class Session(RankListener):
     @property
     def leads(self) -> bool:
         """Whether this is the first worker that is not lost: the one that logs and saves."""
-        return self.rank == 0 or self.world.members.view().lost.issuperset(range(self.rank))
+        return self.rank == 0 or self.all_ranks.members.view().lost.issuperset(range(self.rank))
 
     @property
     def stopping(self) -> bool:
@@ -509,7 +508,7 @@ class Session(RankListener):
 
     def measuring(self) -> Comm:
         """A Comm of all workers for what only measures the run: nothing is counted or charged."""
-        return Comm(self.ports.off_meter(), range(self.size))
+        return self.all_ranks.group(range(self.size), strict=True, metered=False)
 
     def tell(self, event: str, **facts: Any) -> None:
         """Report an event of this rank for the run's record."""

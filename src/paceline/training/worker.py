@@ -47,8 +47,9 @@ class Worker:
 
     def __init__(self, session: Session) -> None:
         self.rank, self.size, self.seed = session.rank, session.size, session.seed
-        self.device, self.strategy, self.comm = session.device, session.strategy, session.comm
-        self._session = session
+        self.device, self.strategy, self._session = session.device, session.strategy, session
+        workers = range(self.size) if self.rank < self.size else [self.rank]
+        self.comm = session.all_ranks.group(workers)
 
     # Setting up ----------------------------------------------------------------------------------
 

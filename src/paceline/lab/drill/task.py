@@ -49,7 +49,7 @@ def train(
 
 
 def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
-    comm = worker._session.world  # it includes servers
+    comm = worker._session.all_ranks  # it includes servers
     alive = comm.members.alive()
     reached = all(
         int(rank) in alive and comm.members.incarnation(int(rank)) >= number

@@ -24,7 +24,7 @@ class MemberViews(Observer):
     number = 0
 
     def attach(self, session: Session) -> None:
-        around(session.world.members, "alive", lambda inner: self._asked(session, inner()))
+        around(session.all_ranks.members, "alive", lambda inner: self._asked(session, inner()))
         around(session.ports.members, "announce_ready", lambda inner: self._arrived(session, inner))
         around(session.strategy, "join", lambda inner, x: self._joined(session, inner, x))
         around(session.strategy, "succeed", lambda inner, x: self._joined(session, inner, x))
