@@ -59,15 +59,6 @@ class Processes:
         self._pids: dict[int, int] = {}
         self._poll, self._rank_of = select.poll(), dict[int, int]()
         self._pauses: dict[int, _Pause] = {}
-        self._lost: dict[int, str] = {}
-
-    def why_lost(self, rank: int) -> str | None:
-        """Why ``rank`` is lost; None if it is not. A lost rank stays lost."""
-        if rank not in self._lost and self._pid_of(rank):
-            reason = "it died" if self.has_died(rank) else self.why_stopped(rank)
-            if reason is not None:
-                self._lost[rank] = reason
-        return self._lost.get(rank)
 
     def why_stopped(self, rank: int) -> str | None:
         """Why ``rank``, whose process exists, counts as lost; None if it does not."""

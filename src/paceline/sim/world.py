@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -123,6 +123,7 @@ class World:
         self._lost: set[int] = set()
         self._alive: tuple[int, ...] | None = None
         self._view: View | None = None
+        self._view_until_s = math.inf
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:
@@ -208,18 +209,20 @@ class World:
 
     def view(self) -> View:
         """The members, incarnations and losses, as every rank sees them."""
-        if self._view is None:
+        now_s = self.calendar.now_s
+        if self._view is None or now_s >= self._view_until_s:
+            later = {rank: at_s for rank, at_s in self.joined_late.items() if at_s > now_s}
+            self._view_until_s = min(later.values(), default=math.inf)
+            number = self.rejoined.get
+            incarnations = [0 if r in later else number(r, 1) for r in range(self.size)]
             lost = frozenset(rank for rank in self._lost if rank in self.departed)
             departed = frozenset(r for r, why in self.departed.items() if why == FINISHED)
-            self._view = View(self.membership, _Incarnations(self), lost, departed, self.frozen)
+            self._view = View(self.membership, incarnations, lost, departed, self.frozen)
         return self._view
 
     def incarnation(self, rank: int) -> int:
         """The current incarnation of ``rank``; 0 before a late joiner has started."""
-        late_s = self.joined_late.get(rank)
-        if late_s is not None and self.calendar.now_s < late_s:
-            return 0
-        return self.rejoined.get(rank, 1)
+        return self.view().incarnations[rank]
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -340,25 +343,6 @@ class World:
         for waiting, loss_check in list(self.loss_checks.items()):
             if waiting != rank and (error := loss_check()) is not None:
                 self.baton.interrupt(waiting, error)
-
-
-class _Incarnations(Sequence[int]):
-    """The incarnations of all ranks, each looked up when it is read."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __len__(self) -> int:
-        return self._world.size
-
-    @overload
-    def __getitem__(self, rank: int) -> int: ...
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[int]: ...
-    def __getitem__(self, rank: Any) -> Any:
-        if isinstance(rank, slice):
-            return [self._world.incarnation(r) for r in range(self._world.size)[rank]]
-        return self._world.incarnation(rank)
 
 
 class SimulatedPorts(Ports):

@@ -207,28 +207,23 @@ class Group:
         slices = [slice(*pair) for pair in pairwise(edges)]
         mine, own = slices[self._own], vectors[self._own]
         parts = [slice(i, min(i + BLOCK, mine.stop)) for i in range(mine.start, mine.stop, BLOCK)]
-        if not self._shared.elastic:
-            others, scratch = [v for v in vectors if v is not own], _like(own, BLOCK)
-            blocks = [
-                Block(
-                    [v[part] for v in inputs],
-                    own[part],
-                    scratch[: part.stop - part.start],
-                    [v[part] for v in others],
-                )
-                for part in parts
+        if self._shared.elastic:
+            sums = [
+                arena.array(entry.sum_offset, part.stop - part.start, dtype)
+                for entry, part in zip(entries, slices, strict=True)
             ]
-            return SumPlan(blocks, [])
-        sums = [
-            arena.array(entry.sum_offset, part.stop - part.start, dtype)
-            for entry, part in zip(entries, slices, strict=True)
-        ]
-        outs = [sums[self._own][part.start - mine.start : part.stop - mine.start] for part in parts]
+            total = sums[self._own]
+            outs = scratches = [total[i : i + BLOCK] for i in range(0, len(total), BLOCK)]
+            others, copies = [], [(own[part], its) for part, its in zip(slices, sums, strict=True)]
+        else:
+            outs, scratch = [own[part] for part in parts], _like(own, BLOCK)
+            scratches = [scratch[: len(out)] for out in outs]
+            others, copies = [v for v in vectors if v is not own], []
         blocks = [
-            Block([v[part] for v in inputs], out, out, [])
-            for part, out in zip(parts, outs, strict=True)
+            Block([v[part] for v in inputs], out, scratch, [v[part] for v in others])
+            for part, out, scratch in zip(parts, outs, scratches, strict=True)
         ]
-        return SumPlan(blocks, [(own[part], its) for part, its in zip(slices, sums, strict=True)])
+        return SumPlan(blocks, copies)
 
 
 class SharedCollectives(Collectives):

@@ -181,11 +181,10 @@ class DistributedMail(Mail):
         ready: Callable[[], Any],
         peers: Sequence[int],
         op: str,
-        patient: bool = False,
         any_loss: bool = False,
     ) -> Any:
         """Wait until ``ready`` returns something; return ``Lost`` when all, or any, are gone."""
-        watch = Watch(op, self._peers.limits, patient)
+        watch = Watch(op, self._peers.limits, patient=any_loss)
         while True:
             with self._changed:
                 if (value := ready()) is not None:
@@ -254,7 +253,7 @@ class DistributedMail(Mail):
         """The next message is fetched while the caller works on this one."""
         self._peers.check()
         while True:
-            found = self.wait(lambda: self._find(sources, tag), sources, op, any_loss, any_loss)
+            found = self.wait(lambda: self._find(sources, tag), sources, op, any_loss)
             if isinstance(found, Lost):
                 return found
             src, announced = found[0]

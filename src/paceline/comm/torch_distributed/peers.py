@@ -212,8 +212,8 @@ class Peers:
 
     def _why_gone(self, peer: int) -> str | None:
         if peer in self._pids:
-            processes, departed = self._processes, peer in self._departed
-            return processes.why_stopped(peer) if departed else processes.why_lost(peer)
+            died = peer not in self._departed and self._processes.has_died(peer)
+            return "it died" if died else self._processes.why_stopped(peer)
         return None if peer in self._departed else self._why_silent(peer)
 
     def _why_silent(self, peer: int) -> str | None:
