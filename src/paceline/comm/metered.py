@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from paceline.comm.ports import (
     PUBLISHED,
@@ -31,12 +33,8 @@ from paceline.comm.ports import (
     View,
 )
 from paceline.errors import PeerLost
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from paceline.record.history import History
-    from paceline.record.trace import Trace
+from paceline.record.history import History
+from paceline.record.trace import Trace
 
 
 @dataclass
@@ -263,10 +261,7 @@ class TracedMembers(Members):
         if members is self._seen:
             return members
         self._seen = members
-        missing: tuple[int, ...] = ()
-        if len(members) < self._size:
-            here = set(members)
-            missing = tuple(rank for rank in range(self._size) if rank not in here)
+        missing = tuple(sorted({*range(self._size)}.difference(members)))
         if missing != self._missing:
             self._missing = missing
             self._recorder.note("alive", missing=list(missing), look=self._recorder.looks)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from paceline.common.seeds import stream
 from paceline.sim.cluster import Cluster, Compute
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Costs:

@@ -239,16 +239,12 @@ class Baton:
 
     def revive(self, rank: int, after_s: float) -> None:
         """Restart a killed ``rank`` after ``after_s``; its own thread calls this."""
-        state = self.ranks[rank]
-        state.interrupt = state.wait = state.on_computed = None
-        state.held_wake, state.frozen_since_s, state.remaining_s = False, None, None
-        state.turn += 1
+        self.ranks[rank] = RankState(turn=self.ranks[rank].turn + 1)
         self.sleep(rank, after_s)
 
     def abort(self, failure: BaseException) -> None:
         """End the run because of ``failure``: kill every rank that has not ended."""
-        if self.failure is None:
-            self.failure = failure
+        self.failure = self.failure or failure
         for rank in range(len(self.ranks)):
             self.interrupt(rank, Killed())
 

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.common.options import above, at_least, finite
+from paceline.common.options import at_least, positive
 from paceline.errors import unknown
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class StandsFor:
 
     def __post_init__(self) -> None:
         at_least("bytes", self.bytes, 1)
-        above("sample_s", self.sample_s, 0)
-        finite("sample_s", self.sample_s)
+        positive("sample_s", self.sample_s)
         at_least("tensors", self.tensors, 1)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from paceline.comm.metered import MeteredPorts, Recorder
 from paceline.comm.ports import PUBLISHED, Lost, Message, Published
 from paceline.common.faults import kill
 from paceline.errors import PacelineError, PeerLost, UsageError
+from paceline.record.folder import RecordedRun
 from paceline.record.trace import Trace, is_duration, read
 from paceline.sim.clock import SimulatedClock
 from paceline.sim.mail import SimulatedMail
@@ -30,13 +31,9 @@ from paceline.sim.queue import SimulatedQueue
 from paceline.sim.rank import SimulatedRank
 from paceline.sim.world import SimulatedPorts
 
-if TYPE_CHECKING:
-    from paceline.record.folder import RecordedRun
-
 Event = dict[str, Any]
 Edition = tuple[int, int]
 """A rank, and the version of the vector that it published."""
-T = TypeVar("T")
 _NEEDS = {"send", "post", "recv", "peek"}
 """Events that need the peer to be a member."""
 

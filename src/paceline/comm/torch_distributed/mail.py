@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ class DistributedMail(Mail):
         self._left: set[int] = set()
         self.finished: frozenset[int] = frozenset()
         self.stopping = False
-        self._number = 0
+        self._numbers = count(1)
         self._thread = threading.Thread(target=self._serve, name="paceline-mail", daemon=True)
         if self.size > 1:
             self._thread.start()
@@ -225,9 +226,8 @@ class DistributedMail(Mail):
         return number not in self._held
 
     def _offer(self, dst: int, announcement: Announcement, payload: Tensor) -> int:
+        number = next(self._numbers)
         with self._changed:
-            self._number += 1
-            number = self._number
             work = self._send(payload, dst, _FIRST_TAG + number % _TAGS)
             self._held[number] = _Held(dst, announcement.kind, work, payload)
         self._announce(dst, announcement._replace(number=number))
@@ -353,9 +353,7 @@ class DistributedMail(Mail):
         self._peers.check()
         if self.why_gone(src) is not None:
             return None
-        with self._changed:
-            self._number += 1
-            request = self._number
+        request = next(self._numbers)
         self._announce(src, Announcement(Kind.PEEK, tag=window, number=request))
         found = self.wait(lambda: self._windows.pop(request, None), [src], f"peek at rank {src}")
         if isinstance(found, Lost):
