@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from paceline.comm.offer import Offer
 from paceline.comm.ports import (
     PUBLISHED,
     Clock,
@@ -127,21 +129,6 @@ class _Waiting:
         recorder.meter.wait_s += recorder.waited_s
 
 
-class MeteredSending(Sending):
-    """A send whose wait counts."""
-
-    def __init__(self, recorder: Recorder, inner: Sending) -> None:
-        self._recorder, self._inner = recorder, inner
-
-    def wait(self) -> Lost | None:
-        recorder = self._recorder
-        with recorder.waiting:
-            lost = self._inner.wait()
-        if lost is None:
-            recorder.note("send_end", wait_s=recorder.waited_s)
-        return lost
-
-
 class MeteredMail(Mail):
     """Counts the payload that strategies hand in: the same in every world."""
 
@@ -151,7 +138,15 @@ class MeteredMail(Mail):
     def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Sending:
         recorder = self._recorder
         recorder.sent("send", dst, x.nbytes + len(header), tag=tag)
-        return MeteredSending(recorder, self._inner.start_send(x, dst, tag, header))
+        return Offer(partial(self._await, self._inner.start_send(x, dst, tag, header)))
+
+    def _await(self, sending: Sending) -> Lost | None:
+        recorder = self._recorder
+        with recorder.waiting:
+            lost = sending.wait()
+        if lost is None:
+            recorder.note("send_end", wait_s=recorder.waited_s)
+        return lost
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         recorder, nbytes = self._recorder, x.nbytes + len(header)

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from paceline.comm.offer import Offer, as_value
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
     PUBLISHED,
@@ -15,29 +16,11 @@ from paceline.comm.ports import (
     Mail,
     Message,
     Published,
-    Sending,
     check_fit,
 )
 from paceline.errors import PeerLost
 from paceline.sim.inbox import Letter
-from paceline.sim.rank import SimulatedRank, as_value
-
-
-class Offer(Sending):
-    """A message that its sender holds until the receiver takes it."""
-
-    def __init__(self, own: SimulatedRank, letter: Letter, dst: int) -> None:
-        self._own, self._letter, self._dst = own, letter, dst
-
-    def wait(self) -> Lost | None:
-        if not self._letter.taken:
-            op = f"send to rank {self._dst}"
-            self._letter.awaited = True
-            try:
-                self._own.wait(op, (self._dst,), lambda: self._own.loss([self._dst], op))
-            except PeerLost as lost:
-                return as_value(lost)
-        return None
+from paceline.sim.rank import SimulatedRank
 
 
 class SimulatedMail(Mail):
@@ -56,7 +39,17 @@ class SimulatedMail(Mail):
             self._world.offered_to[self._rank].add(dst)
             self._world.inboxes[dst].add(letter)
             self.wake_receiver(letter, dst)
-        return Offer(self._own, letter, dst)
+        return Offer(partial(self._await_taken, letter, dst))
+
+    def _await_taken(self, letter: Letter, dst: int) -> Lost | None:
+        if not letter.taken:
+            own, op = self._own, f"send to rank {dst}"
+            letter.awaited = True
+            try:
+                own.wait(op, (dst,), lambda: own.loss([dst], op))
+            except PeerLost as lost:
+                return as_value(lost)
+        return None
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._own.check()

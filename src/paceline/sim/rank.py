@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.comm.ports import Lost
 from paceline.errors import LeftBehind, PeerLost
 from paceline.sim.cluster import Link
 
@@ -118,8 +117,3 @@ class SimulatedRank:
         if any(peer not in departed for peer in peers):
             return None
         return PeerLost(peers, op, departed[peers[0]], 0.0)
-
-
-def as_value(lost: PeerLost) -> Lost:
-    """A loss as the result of an operation."""
-    return Lost(tuple(lost.ranks), lost.op, lost.reason, lost.waited_s)

@@ -6,13 +6,14 @@ receiver copies it out and gives a receipt. No process in between, no system cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.offer import Offer, as_value
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
     PUBLISHED,
@@ -20,7 +21,6 @@ from paceline.comm.ports import (
     Mail,
     Message,
     Published,
-    Sending,
     check_fit,
 )
 from paceline.comm.shared.layout import SENT_SLOT, SLOT_WORDS, SLOTS
@@ -33,16 +33,6 @@ from paceline.errors import PeerLost
 _INCARNATIONS = 1 << 20
 SavedMessage = tuple[int, int, Tensor, str]
 """A message in a checkpoint: its sender, its tag, its vector, and its header in hexadecimal."""
-
-
-class Offer(Sending):
-    """A message that stays where it is until its receiver has taken it."""
-
-    def __init__(self, outcome: Callable[[], Lost | None]) -> None:
-        self._outcome = outcome
-
-    def wait(self) -> Lost | None:
-        return self._outcome()
 
 
 class SharedMail(Mail):
@@ -78,7 +68,7 @@ class SharedMail(Mail):
         try:
             self._members.await_words({dst: receipt}, sequence, f"send to rank {dst}")
         except PeerLost as lost:
-            return Lost(tuple(lost.ranks), lost.op, lost.reason, lost.waited_s)
+            return as_value(lost)
         return None
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.liveness import Watch
+from paceline.comm.offer import Offer, as_value
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
     PUBLISHED,
@@ -31,7 +33,6 @@ from paceline.comm.ports import (
     Mail,
     Message,
     Published,
-    Sending,
     check_fit,
 )
 from paceline.comm.torch_distributed.peers import Peers
@@ -82,16 +83,6 @@ class _Held(NamedTuple):
     kind: int
     work: Any
     x: Tensor
-
-
-class _Offer(Sending):
-    def __init__(self, mail: DistributedMail, dst: int, number: int) -> None:
-        self._mail, self._dst, self._number = mail, dst, number
-
-    def wait(self) -> Lost | None:
-        op = f"send to rank {self._dst}"
-        taken = self._mail.wait(lambda: self._mail.is_taken(self._number) or None, [self._dst], op)
-        return taken if isinstance(taken, Lost) else None
 
 
 class _Fetch:
@@ -199,18 +190,22 @@ class DistributedMail(Mail):
             if value is not None:
                 return value
             if len(gone) == len(peers) or (gone and any_loss):
-                error = self._peers.lost(watch, gone)
-                return Lost(tuple(error.ranks), error.op, error.reason, error.waited_s)
+                return as_value(self._peers.lost(watch, gone))
             self._peers.check()
             watch.check_limits(peers)
 
     # Sending -------------------------------------------------------------------------------------
 
-    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> _Offer:
+    def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
         self._peers.check()
         payload = _payload(x, header) if header else x.cpu()
         number = self._offer(dst, _announcement(Kind.SEND, tag, x, header), payload)
-        return _Offer(self, dst, number)
+        return Offer(partial(self._await_taken, dst, number))
+
+    def _await_taken(self, dst: int, number: int) -> Lost | None:
+        held, op = self._held, f"send to rank {dst}"
+        taken = self.wait(lambda: number not in held or None, [dst], op)
+        return taken if isinstance(taken, Lost) else None
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._peers.check()
@@ -220,10 +215,6 @@ class DistributedMail(Mail):
             return False
         self._offer(dst, _announcement(Kind.POST, tag, x, header), _payload(x, header))
         return True
-
-    def is_taken(self, number: int) -> bool:
-        """Whether a vector was taken."""
-        return number not in self._held
 
     def _offer(self, dst: int, announcement: Announcement, payload: Tensor) -> int:
         number = next(self._numbers)
