@@ -48,22 +48,17 @@ class _Family(NamedTuple):
     """Variables that identify a run on its host; the port is derived from the first one set."""
 
 
+def _mpi_family(prefix: str, *jobs: str) -> _Family:
+    """The names of an MPI that begin with its own name, as OMPI_COMM_WORLD_RANK does."""
+    start = f"{prefix}_COMM_WORLD_"
+    return _Family(f"{start}RANK", f"{start}SIZE", f"{start}LOCAL_RANK", f"{start}LOCAL_SIZE", jobs)
+
+
 _TORCH = _Family("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _STEP = _Family("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "most tasks of a host")
 _MPI = (
-    _Family(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    _Family(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+    _mpi_family("OMPI", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    _mpi_family("MV2"),
     _Family("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 _NOT_UNDERSTOOD = ("PMIX_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")

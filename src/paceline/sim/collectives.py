@@ -79,9 +79,7 @@ class Collective:
 
     def lost(self, rank: int) -> PeerLost | None:
         """The error for ``rank``, which has arrived, if a member is gone before all have."""
-        if rank not in self.inputs or self._combined:
-            return None
-        gone = self._gone()
+        gone = self._gone() if rank in self.inputs and not self._combined else []
         if not gone:
             return None
         for member in gone:
@@ -116,14 +114,13 @@ class Collective:
                 self.result *= self._factor(weight)
         if world.on_reduced is not None:
             world.on_reduced(self)
-        price = world.network.all_reduce if self.op == "all_reduce" else world.network.broadcast
-        if not self._charged:
-            self._complete()
-            return
-        now_s, seconds = world.calendar.now_s, price(self.members, nbytes)
-        end_s, _ = world.network.outages.passage(now_s, seconds, self.members)
+        network = world.network
+        now_s = end_s = world.calendar.now_s
+        if self._charged:
+            price = network.all_reduce if self.op == "all_reduce" else network.broadcast
+            end_s, _ = network.outages.passage(now_s, price(self.members, nbytes), self.members)
         if end_s > now_s:
-            self._cut_off = world.network.outages.affected(now_s, self.members)
+            self._cut_off = network.outages.affected(now_s, self.members)
             world.later(end_s, self._complete)
         else:
             self._complete()

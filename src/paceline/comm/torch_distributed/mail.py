@@ -169,11 +169,7 @@ class DistributedMail(Mail):
     # Waiting -------------------------------------------------------------------------------------
 
     def wait(
-        self,
-        ready: Callable[[], Any],
-        peers: Sequence[int],
-        op: str,
-        any_loss: bool = False,
+        self, ready: Callable[[], Any], peers: Sequence[int], op: str, any_loss: bool = False
     ) -> Any:
         """Wait until ``ready`` returns something; return ``Lost`` when all, or any, are gone."""
         watch = Watch(op, self._peers.limits, patient=any_loss)
