@@ -7,37 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from paceline.common.faults import LINK_KINDS, Fault
 
 NodeOf = Callable[[int], int]
 
 
-@dataclass(frozen=True)
 class Outage:
     """A time in which links have only ``share`` of their bandwidth; 0 when they are cut."""
 
-    start_s: float
-    end_s: float
-    share: float
-    rank: int | None
-    peer: int | None
-    node: int | None
-
-    @classmethod
-    def of(cls, fault: Fault) -> Outage:
-        """The outage that a fault causes."""
-        start_s = fault.at_s or 0.0
-        end_s = math.inf if fault.for_s is None else start_s + fault.for_s
-        return cls(start_s, end_s, fault.factor or 0.0, fault.rank, fault.peer, fault.node)
+    def __init__(self, fault: Fault) -> None:
+        self._fault, self.share = fault, fault.factor or 0.0
+        self.start_s = fault.at_s or 0.0
+        self.end_s = math.inf if fault.for_s is None else self.start_s + fault.for_s
 
     def between(self, members: Sequence[int], node: NodeOf) -> list[int]:
         """Those of ``members`` whose link to another member it affects."""
-        if self.node is not None:
-            inside = [member for member in members if node(member) == self.node]
+        if self._fault.node is not None:
+            inside = [member for member in members if node(member) == self._fault.node]
             return inside if len(inside) < len(members) else []
-        ends = [rank for rank in (self.rank, self.peer) if rank is not None]
+        ends = [rank for rank in (self._fault.rank, self._fault.peer) if rank is not None]
         return ends if len(members) > 1 and all(rank in members for rank in ends) else []
 
 
@@ -45,7 +34,7 @@ class Outages:
     """The outages of a run."""
 
     def __init__(self, faults: Iterable[Fault], node: NodeOf) -> None:
-        self._all = [Outage.of(fault) for fault in faults if fault.kind in LINK_KINDS]
+        self._all = [Outage(fault) for fault in faults if fault.kind in LINK_KINDS]
         self._node = node
 
     def __bool__(self) -> bool:

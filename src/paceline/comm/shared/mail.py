@@ -66,7 +66,7 @@ class SharedMail(Mail):
         """Wait until ``dst`` has taken a message that was sent; its loss, if that comes first."""
         receipt = self._layout.receipt(self._rank, dst, SENT_SLOT)
         try:
-            self._members.await_words({dst: receipt}, sequence, f"send to rank {dst}")
+            self._members.await_words({dst: receipt}, sequence, f"send to rank {dst}", {})
         except PeerLost as lost:
             return as_value(lost)
         return None

@@ -270,34 +270,25 @@ class SharedMembers(Members):
     # Waiting -------------------------------------------------------------------------------------
 
     def await_words(
-        self,
-        indices: Mapping[int, int],
-        value: int,
-        op: str,
-        incarnations: Mapping[int, int] | None = None,
+        self, indices: Mapping[int, int], value: int, op: str, writers: Mapping[int, int]
     ) -> None:
         """Wait until each rank's word has reached ``value``; give up when one of them is gone.
 
-        With ``incarnations``, these ranks write into each other's memory: one that is stopped for
-        too long is killed first, so that it cannot go on to write after the others have.
+        ``writers``, each with its incarnation, write into each other's memory: one that is stopped
+        for too long is killed first, so that it cannot go on to write after the others have.
         """
         words, watch = self._shared.words, None
         for index in indices.values():
             while words[index] < value and not words.wait(index, value, TICK_S):
                 watch = watch or Watch(op, self._shared.limits)
-                self._look_after(indices, value, watch, incarnations)
+                self._look_after(indices, value, watch, writers)
 
     def _look_after(
-        self,
-        indices: Mapping[int, int],
-        value: int,
-        watch: Watch,
-        incarnations: Mapping[int, int] | None,
+        self, indices: Mapping[int, int], value: int, watch: Watch, writers: Mapping[int, int]
     ) -> None:
         self.check()
-        needed = incarnations or {}
-        gone = {rank: self.why_gone(rank, needed.get(rank, 0)) for rank in indices}
-        for rank, number in needed.items():
+        gone = {rank: self.why_gone(rank, writers.get(rank, 0)) for rank in indices}
+        for rank, number in writers.items():
             if gone[rank] and self._table[rank] == Entry(number, Standing.STOPPED):
                 self._processes.end(rank)
         # Read again after that: a rank may have done its part and then ended.
