@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.errors import LeftBehind, MessageMismatch, PeerLost
 from paceline.sim.rank import SimulatedRank
 
-if TYPE_CHECKING:
-    from paceline.sim.world import World
+Shape = tuple[str, int, dtype]
+"""The operation, the number of elements and their dtype."""
 
 
 class Group:
@@ -29,22 +28,13 @@ class Collective:
     """One collective of a group; ``inputs`` holds each member's vector and weight."""
 
     def __init__(
-        self,
-        world: World,
-        op: str,
-        members: tuple[int, ...],
-        x: Tensor,
-        factor: Factor | None,
-        charged: bool,
-        first: int,
+        self, first: SimulatedRank, shape: Shape, members: tuple[int, ...], factor: Factor | None
     ) -> None:
-        self._first = first
-        self.op, self.members, self._factor, self._charged = op, members, factor, charged
-        self._shape = (op, x.numel(), x.dtype)
+        self._world, self._first, self._charged = first.world, first.rank, first.charged
+        self.op, self._shape, self.members, self._factor = shape[0], shape, members, factor
         self.total = Total(0)
         self.result: Tensor | None = None
         self.done = self._combined = False
-        self._world = world
         self.inputs: dict[int, tuple[Tensor, int]] = {}
         self._flags = 0
         self._waiting: set[int] = set()
@@ -56,9 +46,8 @@ class Collective:
         missing = [m for m in self.members if m not in self.inputs]
         return iter(missing or self._cut_off or self.members)
 
-    def check(self, rank: int, op: str, x: Tensor) -> None:
+    def check(self, rank: int, shape: Shape) -> None:
         """Refuse ``rank`` if it calls another operation than the first member did."""
-        shape = (op, x.numel(), x.dtype)
         if shape != self._shape:
             own, first = ("{} of {} x {}".format(*each) for each in (shape, self._shape))
             raise MessageMismatch(f"rank {rank} calls {own} where rank {self._first} calls {first}")
@@ -174,7 +163,7 @@ class SimulatedCollectives(Collectives):
         self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None
     ) -> Collective:
         """Join the group's next collective, without arriving in it yet."""
-        world, rank = self._world, self._own.rank
+        world, rank, shape = self._world, self._own.rank, (op, x.numel(), x.dtype)
         if rank in world.behind:
             raise LeftBehind
         rejoined = tuple(item for item in world.rejoined.items() if item[0] in members)
@@ -182,10 +171,9 @@ class SimulatedCollectives(Collectives):
         number = group.calls[rank]
         group.calls[rank] += 1
         if number not in group.open:
-            charged = self._own.charged
-            group.open[number] = Collective(world, op, members, x, factor, charged, rank)
+            group.open[number] = Collective(self._own, shape, members, factor)
         collective = group.open[number]
-        collective.check(rank, op, x)
+        collective.check(rank, shape)
         collective.to_join -= 1
         if not collective.to_join:
             del group.open[number]

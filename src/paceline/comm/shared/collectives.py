@@ -28,7 +28,6 @@ from paceline.comm.dtypes import DTYPES
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.comm.shared.layout import AHEAD, ENTRY_WORDS, MAX_GROUPS
 from paceline.comm.shared.members import SharedMembers
-from paceline.comm.shared.rank import SharedRank
 from paceline.comm.shared.regions import Region, Regions
 from paceline.errors import MessageMismatch, UsageError
 
@@ -83,25 +82,32 @@ class Group:
     """This rank's part in the collectives of one set of members, in one incarnation of each."""
 
     def __init__(
-        self,
-        shared: SharedRank,
-        members: SharedMembers,
-        regions: Regions,
-        ranks: tuple[int, ...],
-        incarnations: dict[int, int],
-        slot: int,
+        self, members: SharedMembers, regions: Regions, incarnations: dict[int, int]
     ) -> None:
         self.incarnations = incarnations
-        self._shared, self._members, self._regions = shared, members, regions
-        self._ranks, self._own = ranks, ranks.index(shared.rank)
-        lines = {rank: shared.layout.group(rank, slot) for rank in ranks}
+        self._shared, self._members, self._regions = members.shared, members, regions
+        ranks, slot, layout = (*incarnations,), self._slot(), members.shared.layout
+        self._ranks, self._own = ranks, ranks.index(members.shared.rank)
+        lines = {rank: layout.group(rank, slot) for rank in ranks}
         self._phases = [{rank: line + phase for rank, line in lines.items()} for phase in range(3)]
         self._entries = [
-            [shared.layout.entry(rank, slot, number) for rank in ranks] for number in range(AHEAD)
+            [layout.entry(rank, slot, number) for rank in ranks] for number in range(AHEAD)
         ]
         self._number, self._op = 0, _ALL_REDUCE
         self._plans: list[tuple[list[Entry], SumPlan]] = []
         self._sums: list[Region | None] = [None] * AHEAD
+
+    def _slot(self) -> int:
+        """The index of this group in the directory; the first member to come enters it."""
+        words, directory = self._shared.words, self._shared.layout.directory
+        identity = repr(((*self.incarnations,), [*self.incarnations.values()])).encode()
+        key = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "big") + 1
+        with self._shared.locked(directory):
+            for slot in range(MAX_GROUPS):
+                if words[directory + slot] in (0, key):
+                    words[directory + slot] = key
+                    return slot
+        raise UsageError(f"a run must not use more than {MAX_GROUPS} groups")
 
     def all_reduce(self, x: Tensor, weight: int, factor: Factor | None, flags: int) -> Total:
         """Sum ``x`` over the members whose weight is not 0."""
@@ -229,8 +235,8 @@ class Group:
 class SharedCollectives(Collectives):
     """The collectives of one rank."""
 
-    def __init__(self, shared: SharedRank, members: SharedMembers, regions: Regions) -> None:
-        self._shared, self._members, self._regions = shared, members, regions
+    def __init__(self, members: SharedMembers, regions: Regions) -> None:
+        self._members, self._regions = members, regions
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def all_reduce(
@@ -249,29 +255,16 @@ class SharedCollectives(Collectives):
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         if like.device.type != "cpu":
             return like.new_zeros(numel)
-        return self._shared.arena.new_tensor(numel, like.dtype)
+        return self._members.shared.arena.new_tensor(numel, like.dtype)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         members = self._members
         members.check()
         group, incarnations = self._groups.get(ranks), {r: members.incarnation(r) for r in ranks}
         if group is None or group.incarnations != incarnations:
-            slot = self._slot(ranks, [*incarnations.values()])
-            group = Group(self._shared, members, self._regions, ranks, incarnations, slot)
+            group = Group(members, self._regions, incarnations)
             self._groups[ranks] = group
         return group
-
-    def _slot(self, ranks: tuple[int, ...], incarnations: list[int]) -> int:
-        """The index of a group in the directory; the first member to come enters it."""
-        shared, directory = self._shared, self._shared.layout.directory
-        digest = hashlib.blake2b(repr((ranks, incarnations)).encode(), digest_size=7).digest()
-        key = int.from_bytes(digest, "big") + 1
-        with shared.locked(directory):
-            for slot in range(MAX_GROUPS):
-                if shared.words[directory + slot] in (0, key):
-                    shared.words[directory + slot] = key
-                    return slot
-        raise UsageError(f"a run must not use more than {MAX_GROUPS} groups")
 
 
 _NO_PLAN = SumPlan([], [])

@@ -25,7 +25,6 @@ from paceline.comm.ports import (
 )
 from paceline.comm.shared.layout import SENT_SLOT, SLOT_WORDS, SLOTS
 from paceline.comm.shared.members import GONE, SharedMembers, Standing
-from paceline.comm.shared.rank import SharedRank
 from paceline.comm.shared.regions import Region, Regions
 from paceline.comm.shared.windows import Windows, check_range
 from paceline.errors import PeerLost
@@ -42,11 +41,9 @@ class SharedMail(Mail):
         restored: messages of a checkpoint, which come before all others.
     """
 
-    def __init__(
-        self, shared: SharedRank, members: SharedMembers, regions: Regions, windows: Windows
-    ) -> None:
-        self._shared, self._members = shared, members
-        self._regions, self._windows = regions, windows
+    def __init__(self, members: SharedMembers, regions: Regions) -> None:
+        shared = self._shared = members.shared
+        self._members, self._regions, self._windows = members, regions, Windows(shared)
         self._words, self._layout, self._rank = shared.words, shared.layout, shared.rank
         self._last_source = -1
         self.restored: list[SavedMessage] = []

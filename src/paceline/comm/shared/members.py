@@ -111,7 +111,7 @@ class SharedMembers(Members):
     """
 
     def __init__(self, shared: SharedRank, batches: BatchTable, late: Sequence[int]) -> None:
-        self._shared, self._batches = shared, batches
+        self.shared, self._batches = shared, batches
         self._table, self._processes = shared.table, shared.processes
         self.starters = ranks(tuple(peer for peer in range(shared.size) if peer not in late))
         self._alive: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class SharedMembers(Members):
 
     def _claim(self) -> None:
         """Take this rank, unless another process lives that has it."""
-        shared, index = self._shared, self._shared.layout.pid(self._shared.rank)
+        shared, index = self.shared, self.shared.layout.pid(self.shared.rank)
         with shared.locked(shared.layout.members):
             other = shared.words[index]
             taken = other not in (0, os.getpid()) and self._table[shared.rank].standing not in GONE
@@ -137,7 +137,7 @@ class SharedMembers(Members):
 
     def _enter(self, late: bool) -> None:
         """Begin an incarnation: the first one of this rank, or another."""
-        shared, own = self._shared, self._shared.rank
+        shared, own = self.shared, self.shared.rank
         words, layout = shared.words, shared.layout
         was_here = self._table[own].incarnation > 0
         self.late = late or was_here
@@ -160,7 +160,7 @@ class SharedMembers(Members):
         self._look_round()
         seen = self._table.entries(), self._processes.stopped()
         if self._seen != seen:
-            everyone = range(self._shared.size)
+            everyone = range(self.shared.size)
             standings = [self._table[rank].standing for rank in everyone]
             self._seen = seen
             self._alive = ranks(tuple(r for r in everyone if self._is_here(r, standings[r])))
@@ -175,14 +175,14 @@ class SharedMembers(Members):
 
     def _is_here(self, rank: int, standing: Standing) -> bool:
         expected = standing is Standing.EXPECTED and rank in self.starters
-        return expected or standing is Standing.HERE or rank == self._shared.rank
+        return expected or standing is Standing.HERE or rank == self.shared.rank
 
     def incarnation(self, rank: int) -> int:
         number = self._table.incarnation(rank)
         return number if number or rank not in self.starters else 1
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
-        shared, roster, start = self._shared, self.roster(), self._shared.layout.roster
+        shared, roster, start = self.shared, self.roster(), self.shared.layout.roster
         with shared.locked(shared.layout.members):
             if not shared.words[start]:
                 shared.words.write(start + 1, roster)
@@ -192,12 +192,12 @@ class SharedMembers(Members):
 
     def roster(self) -> tuple[int, ...]:
         """The incarnation of each rank that is alive; 0 for the others."""
-        alive, everyone = self.alive(), range(self._shared.size)
+        alive, everyone = self.alive(), range(self.shared.size)
         return tuple(self.incarnation(rank) if rank in alive else 0 for rank in everyone)
 
     def check(self) -> None:
         """Find out whether the others have gone on without this rank."""
-        if self._table.word(self._shared.rank) != self._entry.word:
+        if self._table.word(self.shared.rank) != self._entry.word:
             raise LeftBehind
 
     @property
@@ -207,7 +207,7 @@ class SharedMembers(Members):
 
     def announce_ready(self) -> None:
         if self._entry.standing is Standing.JOINING:
-            entry = self._table.change(self._shared.rank, self._entry, Standing.HERE)
+            entry = self._table.change(self.shared.rank, self._entry, Standing.HERE)
             if entry is None:
                 raise LeftBehind
             self._entry = entry
@@ -217,9 +217,9 @@ class SharedMembers(Members):
 
     def leave(self) -> None:
         """Come to the end in good order."""
-        self._table.change(self._shared.rank, self._entry, Standing.LEFT)
-        for rank in range(self._shared.size):
-            self._shared.ring(rank)
+        self._table.change(self.shared.rank, self._entry, Standing.LEFT)
+        for rank in range(self.shared.size):
+            self.shared.ring(rank)
 
     # Who is gone ---------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class SharedMembers(Members):
         now_s = time.monotonic()
         if now_s >= self._looked_s + TICK_S:
             self._looked_s = now_s
-            for rank in range(self._shared.size):
+            for rank in range(self.shared.size):
                 self.why_gone(rank)
                 entry = self._table[rank]
                 if entry.standing in LOST and self._batches.in_hand(rank):
@@ -241,13 +241,13 @@ class SharedMembers(Members):
         entry = self._table[rank]
         if incarnation and entry.incarnation > incarnation:
             return "it died"
-        if rank != self._shared.rank and entry.standing in (Standing.JOINING, Standing.HERE):
+        if rank != self.shared.rank and entry.standing in (Standing.JOINING, Standing.HERE):
             standing = self._look_at(rank)
             if standing is not None:
                 self._strike(rank, entry, standing)
                 entry = self._table[rank]
         if entry.standing is Standing.STOPPED:
-            return f"it has been stopped for {self._shared.limits.dead_s:.1f} s"
+            return f"it has been stopped for {self.shared.limits.dead_s:.1f} s"
         return {Standing.LEFT: "it has finished", Standing.DIED: "it died"}.get(entry.standing)
 
     def _look_at(self, rank: int) -> Standing | None:
@@ -260,8 +260,8 @@ class SharedMembers(Members):
         struck = self._table.change(rank, entry, standing)
         if struck is not None:
             self._batches.take_back(rank, struck)
-            for peer in range(self._shared.size):
-                self._shared.ring(peer)
+            for peer in range(self.shared.size):
+                self.shared.ring(peer)
 
     def has_ended(self, rank: int) -> bool:
         """Whether ``rank`` is gone, or its process has ended and nobody has struck it off yet."""
@@ -277,10 +277,10 @@ class SharedMembers(Members):
         ``writers``, each with its incarnation, write into each other's memory: one that is stopped
         for too long is killed first, so that it cannot go on to write after the others have.
         """
-        words, watch = self._shared.words, None
+        words, watch = self.shared.words, None
         for index in indices.values():
             while words[index] < value and not words.wait(index, value, TICK_S):
-                watch = watch or Watch(op, self._shared.limits)
+                watch = watch or Watch(op, self.shared.limits)
                 self._look_after(indices, value, watch, writers)
 
     def _look_after(
@@ -292,7 +292,7 @@ class SharedMembers(Members):
             if gone[rank] and self._table[rank] == Entry(number, Standing.STOPPED):
                 self._processes.end(rank)
         # Read again after that: a rank may have done its part and then ended.
-        missing = [rank for rank, index in indices.items() if self._shared.words[index] < value]
+        missing = [rank for rank, index in indices.items() if self.shared.words[index] < value]
         lost = [rank for rank in missing if gone[rank] is not None]
         if lost:
             raise watch.lost(lost, gone[lost[0]] or "")
@@ -301,7 +301,7 @@ class SharedMembers(Members):
 
     def wait_for_change(self, seconds: float) -> bool:
         """Other ranks change the table when they find a loss; this one looks for itself, too."""
-        shared, watch = self._shared, Watch("a change", self._shared.limits)
+        shared, watch = self.shared, Watch("a change", self.shared.limits)
         seen = self._table.entries()
         while watch.waited_s < seconds:
             watch.look()
@@ -312,8 +312,8 @@ class SharedMembers(Members):
         return False
 
     def wait_for_successor(self, rank: int, incarnation: int) -> None:
-        words, version = self._shared.words, self._shared.layout.members
-        watch = Watch(f"a successor of rank {rank}", self._shared.limits)
+        words, version = self.shared.words, self.shared.layout.members
+        watch = Watch(f"a successor of rank {rank}", self.shared.limits)
         while True:
             seen, entry = words[version], self._table[rank]
             self.check()

@@ -97,13 +97,13 @@ class SharedQueue(DataQueue):
     """The data queue of one rank.
 
     Args:
-        shared: the memory.
         batches: the words of the batches.
         members: whoever looks at them takes back the batches of those that are lost.
     """
 
-    def __init__(self, shared: SharedRank, batches: BatchTable, members: SharedMembers) -> None:
-        self._shared, self._batches, self._members = shared, batches, members
+    def __init__(self, batches: BatchTable, members: SharedMembers) -> None:
+        shared = self._shared = members.shared
+        self._batches, self._members = batches, members
         self._words, self._layout = shared.words, shared.layout
 
     def draw(self, queue: int, epoch: int) -> int | None:

@@ -18,24 +18,15 @@ from paceline.comm.ports import PUBLISHED, SAVED, Call, Rendezvous
 from paceline.comm.shared.mail import SharedMail
 from paceline.comm.shared.members import SharedMembers
 from paceline.comm.shared.queue import BatchTable
-from paceline.comm.shared.rank import SharedRank
-from paceline.comm.shared.windows import Windows
 
 
 class SharedRendezvous(Rendezvous):
     """One rank's part in them."""
 
-    def __init__(
-        self,
-        shared: SharedRank,
-        members: SharedMembers,
-        mail: SharedMail,
-        windows: Windows,
-        batches: BatchTable,
-    ) -> None:
-        self._shared, self._members, self._mail = shared, members, mail
-        self._windows, self._batches = windows, batches
-        self._words, self._start = shared.words, shared.layout.rendezvous
+    def __init__(self, members: SharedMembers, mail: SharedMail, batches: BatchTable) -> None:
+        self._members, self._mail, self._batches = members, mail, batches
+        self._shared, self._words = members.shared, members.shared.words
+        self._start = members.shared.layout.rendezvous
 
     def call(self, known: int, step: int, stop: bool, over: int) -> None:
         shared, called = self._shared, self._members.roster()
@@ -101,7 +92,7 @@ class SharedRendezvous(Rendezvous):
         return state
 
     def _window(self, window: int) -> tuple[Tensor, str] | None:
-        seen = self._windows.read(self._shared.rank, None, window)
+        seen = self._mail.peek(self._shared.rank, None, window, gone=True)
         return None if seen is None else (seen.x, seen.header.hex())
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from paceline.comm.shared.queue import BatchTable, SharedQueue
 from paceline.comm.shared.rank import SharedRank
 from paceline.comm.shared.regions import Regions
 from paceline.comm.shared.rendezvous import SharedRendezvous
-from paceline.comm.shared.windows import Windows
 
 
 class SharedPorts(Ports):
@@ -54,18 +53,18 @@ class SharedPorts(Ports):
         shared = SharedRank(fd, rank, size, limits, elastic, size if workers is None else workers)
         batches = BatchTable(shared)
         members = SharedMembers(shared, batches, late)
-        regions, windows = Regions(shared), Windows(shared)
-        mail = SharedMail(shared, members, regions, windows)
+        regions = Regions(shared)
+        mail = SharedMail(members, regions)
         self.shared, self.batches = shared, batches
         super().__init__(
             rank,
             size,
             mail,
-            SharedCollectives(shared, members, regions),
+            SharedCollectives(members, regions),
             members,
-            SharedQueue(shared, batches, members),
+            SharedQueue(batches, members),
             RealClock(started_s),
-            SharedRendezvous(shared, members, mail, windows, batches),
+            SharedRendezvous(members, mail, batches),
         )
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def connect_on_loopback(
     with _watched(rank, size, limits, tell) as peers:
         peers.set_awaited([0], "rank 0")
         store = open_store(LOOPBACK, port, rank, size, fd)
-        return _join(store, LOOPBACK, peers, started_s, size)
+        return _join(store, LOOPBACK, peers, started_s, size, rank_order=False)
 
 
 def connect_launched(
@@ -100,12 +100,7 @@ def open_store(
 
 
 def _join(
-    store: dist.Store,
-    host: str,
-    peers: Peers,
-    started_s: float,
-    local_size: int,
-    rank_order: bool = False,
+    store: dist.Store, host: str, peers: Peers, started_s: float, local_size: int, rank_order: bool
 ) -> DistributedPorts:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_towards(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
