@@ -32,7 +32,8 @@ INTERFACES = {
     "strategies.base.Strategy": "strategies/base.py",
     "strategies.base.Traits": "strategies/base.py",
     "strategies.base.Roles": "strategies/base.py",
-    "strategies.base.Checkpointed": "strategies/base.py",
+    "comm.comm.Board": "comm/comm.py",
+    "comm.comm.GroupMembers": "comm/comm.py",
     "strategies.place.Place": "strategies/place.py",
     "training.worker.Worker": "training/worker.py",
 }
@@ -147,6 +148,9 @@ def main() -> None:
             name: len(methods_of(path, name.rpartition(".")[2]))
             for name, path in INTERFACES.items()
         },
+        "strategy_hooks": sum(
+            len(methods_of("strategies/base.py", name)) for name in ("Strategy", "Roles")
+        ),
         "method_files": {
             name: code_lines(ROOT / "strategies" / f"{name}.py")
             for name in [*STRATEGIES, *(f"{name}_sync" for name in SYNC_FORMS)]

@@ -20,6 +20,7 @@ from paceline.checkpoint.store import Store, seal
 from paceline.checkpoint.weights import read_weights
 from paceline.sim.cluster import Compute, Loading
 from paceline.strategies import STRATEGIES
+from paceline.strategies.base import SERVER, WORKER
 
 FORMS = [
     *STRATEGIES,
@@ -458,12 +459,12 @@ def test_bad_options_are_refused(how, message, tmp_path):
 def test_a_method_whose_servers_cannot_be_called_is_refused(tmp_path):
     class Deaf(pl.Strategy):
         def roles(self, workers):
-            return ("worker",) * workers + ("server",)
+            return (WORKER,) * workers + (SERVER,)
 
         def step(self, x, g):
             pass
 
-    with pytest.raises(pl.UsageError, match=r"has roles beside workers, but no summon\(\)"):
+    with pytest.raises(pl.UsageError, match=r"has roles beside workers, and is no RoleStrategy"):
         pl.simulate(Interruptible(), strategy=Deaf(), out=tmp_path, checkpoint_steps=1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline as pl
+from paceline.lab.faulttest.payload import Size, payload
 
 BATCH, STEPS, WORKERS = 3, 7, 4
 UNEVEN = (0, 1, 7, 100)
@@ -53,13 +54,13 @@ def train_equal(worker: pl.Worker) -> None:
     for numbers, inputs in worker.setup_dataloaders(loader, data="static"):
         taken += numbers.tolist()
         learn(net, paced, inputs)
-    payload = worker.strategy.payload(STEPS, flat(net).nbytes, worker.size)
+    told = payload(worker.strategy, Size(STEPS, flat(net).nbytes, worker.size))
     worker.finish()
     worker.log(
         what="end",
         digest=digest(net),
         taken=",".join(map(str, taken)),
-        payload=payload,
+        payload=told,
         finite=bool(torch.isfinite(flat(net)).all()),
     )
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.strategies import STRATEGIES
+from paceline.strategies.base import SERVER, WORKER
 
 
 def simulate(train, workers=2, **how):
@@ -170,7 +171,7 @@ class OneServer(pl.Strategy):
     synchronous = False
 
     def roles(self, workers):
-        return ("worker",) * workers + ("server",)
+        return (WORKER,) * workers + (SERVER,)
 
     def step(self, x, g):
         self.comm.send(g.vector, self.workers)
@@ -219,7 +220,7 @@ def test_a_world_that_does_not_fit_the_roles_is_refused():
     @dataclass(kw_only=True)
     class Pairs(pl.Strategy):
         def roles(self, workers):
-            return ("worker",) * workers + ("helper",) * workers
+            return (WORKER,) * 2 * workers
 
         def step(self, x, g):
             self.local_update(g)

@@ -18,6 +18,7 @@ from paceline.record.folder import check_out
 from paceline.record.result import RunRecorder
 from paceline.strategies import strategy_name
 from paceline.strategies.base import Strategy
+from paceline.strategies.served import RoleStrategy
 from paceline.training.checkpointing import Plan
 
 
@@ -69,10 +70,10 @@ class CheckpointCoordinator:
 
     def check_strategy(self, strategy: Strategy, ranks: int, workers: int) -> None:
         """Refuse a method whose servers or communicators cannot be called to a checkpoint."""
-        if self.on and ranks > workers and type(strategy).summon is Strategy.summon:
+        if self.on and ranks > workers and not isinstance(strategy, RoleStrategy):
             raise UsageError(
                 f"checkpoints must not be used with {strategy_name(strategy)}: it has roles beside"
-                " workers, but no summon()"
+                " workers, and is no RoleStrategy"
             )
 
     def prepare(self, config: Mapping[str, Any], ranks: int) -> None:

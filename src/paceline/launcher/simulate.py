@@ -22,6 +22,7 @@ from paceline.sim.models import stands_for_note
 from paceline.sim.replay import Replay
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy, strategy_name, strategy_spec
+from paceline.strategies.base import homes_of
 from paceline.training.checkpointing import CheckpointParticipant
 from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
@@ -62,7 +63,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         seed=spec.seed,
         limits=spec.limits or Limits(),
         faults=[*spec.all_faults, *checkpoints.late_joiners],
-        homes=[spec.method.home(rank, spec.workers) for rank in range(spec.size)],
+        homes=homes_of(spec.method, spec.workers)[: spec.size],
         losses=policy,
         on_event=recorder.event,
         start_s=checkpoints.start_s,

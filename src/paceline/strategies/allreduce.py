@@ -61,9 +61,6 @@ class AllReduce(Lockstep):
     )
     equal_rates = True
 
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        return nbytes * workers * (1 + steps)
-
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
         _, odd = self.weigh(g.vector, g.weight, not g.ordinary)  # g <- sum_i n_i g_i / sum_i n_i

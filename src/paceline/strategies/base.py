@@ -1,11 +1,11 @@
-"""The base of every method: what it says of itself, and eight verbs, each with a default.
+"""The base of every method: what it says of itself, and what it does, each with a default.
 
 A strategy is one file that reads like its paper: hyper-parameters are fields, checked in
 ``__post_init__``; state is attributes named in ``state``; the verbs work on flat vectors and a
 :class:`~paceline.comm.comm.Comm`. ``docs/writing-a-strategy.md`` walks through one.
 
-Most methods override verbs alone. Methods with servers override :class:`Roles` too, and few have
-anything to add to :class:`Checkpointed`.
+Most methods override verbs alone. Methods with servers build on
+:class:`~paceline.strategies.served.RoleStrategy`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.strategies.about import About
@@ -24,24 +24,39 @@ if TYPE_CHECKING:
 
     from paceline.model.gradient import Gradient
 
-WORKER, SERVER, COMMUNICATOR = "worker", "server", "communicator"
+
+class Role(NamedTuple):
+    """What a rank is.
+
+    Attributes:
+        name: of the role.
+        home: the worker that it lives beside in a simulated cluster; None: its place is its own.
+    """
+
+    name: str
+    home: int | None = None
+
+
+WORKER, SERVER = Role("worker"), Role("server")
 
 
 class Traits(Place):
     """What a method says of itself.
 
-    Class attributes:
+    Class attributes, or properties where it depends:
         paper: the reference, in one line.
         about: what users read beside the docstring.
         synchronous: whether workers wait for each other. If so, loaders shard each global batch;
             otherwise workers draw batches from one queue.
         uses_gradient: whether ``step`` reads ``g.vector``; otherwise it is not gathered.
         defers: whether a step may leave work to ``settle``.
+        adds_up: whether the update of each worker counts in full; then the learning rate of one
+            large batch is to be divided by the number of workers.
         equal_rates: whether replicas are equal only while all workers step with the same learning
             rates. Then rates that differ are an error. Workers of such a method publish nothing:
             what they show each other are their rates.
         resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
-        state: the attributes that a checkpoint holds.
+        state: the attributes of a worker that a checkpoint holds, beside those of base classes.
     """
 
     paper: ClassVar[str] = ""
@@ -49,62 +64,50 @@ class Traits(Place):
     synchronous: ClassVar[bool] = True
     uses_gradient: ClassVar[bool] = True
     defers: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False
     resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
-
-    def lr_factor(self, workers: int) -> float:
-        """What the learning rate of one large batch wants to be multiplied by."""
-        return 1.0
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
-        """The bytes that all ranks together hand to Comm in a run of ``steps`` steps a worker.
-
-        ``nbytes`` is the size of ``x``; None where it depends on chance or timing.
-        """
-        return None
-
-
-class Roles(Traits):
-    """What a method overrides that has ranks beside workers."""
-
-    def roles(self, workers: int) -> tuple[str, ...]:
-        """The role of each rank when there are so many workers; workers come first."""
-        return (WORKER,) * workers
-
-    def home(self, rank: int, workers: int) -> int:
-        """The rank beside which a rank lives in a simulated cluster: in order, after the others."""
-        return rank
-
-    def serve(self, x: Tensor) -> None:
-        """The whole life of a rank that is not a worker."""
-        raise UsageError(f"{type(self).__name__} has roles beside workers, but no serve()")
-
-    def succeed(self, x: Tensor) -> dict[str, Any]:
-        """Instead of ``setup``, on a rank that is no worker and follows one that was lost.
-
-        What it returns, in particular how much was lost, goes into the run's record.
-        """
-        raise UsageError(f"{type(self).__name__}: nobody can follow a rank that is no worker")
-
-    def summon(self, rank: int, number: int, stop: bool) -> None:
-        """Have a rank that is no worker call ``listener.summoned`` in :meth:`serve`."""
-        raise UsageError(
-            f"{type(self).__name__} has roles beside workers, and cannot be checkpointed without"
-            " summon()"
-        )
-
-
-class Checkpointed(Traits):
-    """What a method overrides that must know of checkpoints of the whole run."""
 
     @property
     def drift(self) -> int | None:
         """How many steps workers can be apart; None where one may stand still after any step.
 
-        With a number, workers stand still after the same step, so that nobody waits for another.
+        With a number, workers stand still for a checkpoint after the same step, so that nobody
+        waits for another.
         """
         return int(getattr(self, "interval", 1)) if self.synchronous else None
+
+    def lr_factor(self, workers: int) -> float:
+        """What the learning rate of one large batch wants to be multiplied by."""
+        return 1 / workers if self.adds_up else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint holds."""
+        return {name: getattr(self, name) for name in self._state_names()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state that :meth:`state_dict` gave."""
+        if set(state) != self._state_names():
+            raise UsageError(f"state {sorted(state)} must hold {sorted(self._state_names())}")
+        device = self.replica.flat.x.device
+        for name, value in state.items():
+            setattr(self, name, value.to(device) if hasattr(value, "to") else value)
+
+    def _state_names(self) -> set[str]:
+        return {name for cls in type(self).__mro__ for name in vars(cls).get("state", ())}
+
+
+class Roles:
+    """What a method overrides that has ranks beside workers, or whose workers wait in a step."""
+
+    def roles(self, workers: int) -> tuple[Role, ...]:
+        """The role of each rank when there are so many workers; workers come first."""
+        return (WORKER,) * workers
+
+    def serve(self, x: Tensor) -> None:
+        """The whole life of a rank that is not a worker."""
+        raise UsageError(f"{type(self).__name__} has roles beside workers, but no serve()")
 
     def before_checkpoint(self, number: int) -> None:
         """Before this worker stands still: let those go who wait for it inside of a step."""
@@ -112,24 +115,9 @@ class Checkpointed(Traits):
     def after_checkpoint(self, x: Tensor) -> None:
         """After all have stood still, or the run was resumed: do what was put off."""
 
-    def resumed(self) -> None:
-        """Hear that the state of a checkpoint is there again; some workers may not be."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint holds."""
-        return {name: getattr(self, name) for name in self.state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that :meth:`state_dict` gave."""
-        if set(state) != set(self.state):
-            raise UsageError(f"state {sorted(state)} must hold {sorted(self.state)}")
-        device = self.replica.flat.x.device
-        for name, value in state.items():
-            setattr(self, name, value.to(device) if hasattr(value, "to") else value)
-
 
 @dataclass(kw_only=True)
-class Strategy(Roles, Checkpointed, ABC):
+class Strategy(Traits, Roles, ABC):
     """How workers pace each other: the verbs of a worker."""
 
     def __post_init__(self) -> None:
@@ -191,6 +179,12 @@ def workers_in(strategy: Strategy, size: int) -> int:
         )
         raise UsageError(f"{name} needs {needs} processes, got {size}")
     return workers
+
+
+def homes_of(strategy: Strategy, workers: int) -> list[int]:
+    """The rank beside which each rank lives in a simulated cluster."""
+    roles = strategy.roles(workers)
+    return [rank if role.home is None else role.home for rank, role in enumerate(roles)]
 
 
 def warn_of_long_interval(strategy: Strategy, steps: int) -> None:

@@ -101,7 +101,7 @@ class Cyclic(RingStrategy):
         distributed training", PRCV 2018; fixed: Langford, Smola, Zinkevich, "Slow learners are
         fast", NIPS 2009.""",
     )
-    state: ClassVar[tuple[str, ...]] = (*RingStrategy.state, "origin")
+    state: ClassVar[tuple[str, ...]] = ("origin",)
 
     form: Literal["move", "gradient"] = "move"
     max_accumulated: int = 16
@@ -125,15 +125,9 @@ class Cyclic(RingStrategy):
         """Whether workers push their moves, and not gradients."""
         return self.form == "move"
 
-    def lr_factor(self, workers: int) -> float:
-        """Moves count for their share; gradients in full, and the older the more workers."""
-        return 1.0 if self.moves else super().lr_factor(workers)
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
-        if self.max_accumulated > 1:
-            return None
-        turns, beginning = workers * (steps + 1), nbytes * (workers + self.shards)
-        return turns * self.exchange_bytes(nbytes) + 16 * (turns - 1) + beginning
+    @property
+    def adds_up(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
+        return not self.moves  # which count for their share
 
     def make_server(self) -> TokenServer:
         return MoveServer(self) if self.moves else TurnServer(self)

@@ -75,7 +75,7 @@ class DiLoCo(Periodic):
         language models", 2023, algorithm 1.""",
     )
     uses_gradient = False
-    state = (*Periodic.state, "reference", "velocity")
+    state = ("reference", "velocity")
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -87,9 +87,6 @@ class DiLoCo(Periodic):
             raise UsageError(f"outer_momentum ({self.outer_momentum}) must be from 0 to below 1")
         self.reference: Tensor | None = None
         self.velocity: Tensor | None = None
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        return nbytes * workers * (1 + -(-steps // self.interval))
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

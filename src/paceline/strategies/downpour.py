@@ -85,7 +85,7 @@ class Downpour(PushStrategy):
         reference="""Dean et al., "Large scale distributed deep networks", NIPS 2012, algorithm
         7.1 of its appendix; phase="paper" is its listing to the letter.""",
     )
-    state: ClassVar[tuple[str, ...]] = (*PushStrategy.state, "unconfirmed")
+    state: ClassVar[tuple[str, ...]] = ("unconfirmed",)
 
     push_interval: int = 1
     fetch_interval: int = 1
@@ -97,16 +97,6 @@ class Downpour(PushStrategy):
         at_least("push_interval", self.push_interval, 1)
         at_least("fetch_interval", self.fetch_interval, 1)
         self.unconfirmed = False
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        pushed = {step for step in range(steps) if self._pushes(step)}
-        fetched = {step for step in range(steps) if self._fetches(step)}
-        last = max(pushed, default=-1)
-        rest = steps > last + 1 or (last >= 0 and not self._fetches(last))
-        requests = (len(pushed) + rest) * (nbytes + self.request_overhead)
-        replies = (len(pushed & fetched) + rest) * (nbytes + self.reply_overhead)
-        looks = len(fetched - pushed) * (nbytes + self.fetch_overhead(workers))
-        return workers * (requests + replies + looks) + nbytes * (workers + self.shards)
 
     def make_server(self) -> DownpourServer:
         return DownpourServer(self)

@@ -82,11 +82,6 @@ class EASGD(Elastic, ServerStrategy):
         reference="""Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
         2015, algorithms 1 and 2.""",
     )
-    state = (*Elastic.state, "versions")
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        exchanges = self.exchanges(steps) * self.exchange_bytes(nbytes)
-        return workers * exchanges + nbytes * (workers + self.shards)
 
     def make_server(self) -> CenterServer:
         return CenterServer(self)

@@ -17,16 +17,13 @@ class EASGDSync(Elastic):
     """EASGD that exchanges all at once: an all-reduce moves every copy of the center alike."""
 
     resumable = False
-    state = (*Elastic.state, "center")
+    state = ("center",)
 
     sync: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.center: Tensor | None = None
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        return nbytes * workers * (1 + self.exchanges(steps))
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

@@ -62,10 +62,6 @@ class Elastic(Strategy):
         """alpha, given or from beta."""
         return self.beta / self.workers if self.alpha is None else self.alpha
 
-    def exchanges(self, steps: int) -> int:
-        """How often a worker exchanges with the center in so many steps."""
-        return -(-steps // self.interval) + (steps > 0)
-
     def setup(self, x: Tensor) -> None:
         super().setup(x)
         groups = self.replica.optimizer.param_groups

@@ -86,7 +86,7 @@ class Gossip(PairStrategy):
         2016. parallel and step_first are the orders of public implementations.""",
     )
     synchronous = False
-    state = ("steps", "step_times")
+    state = ("step_times",)
 
     mode: Literal["pull", "push"] = "pull"
     sync: bool = False

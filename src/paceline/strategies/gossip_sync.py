@@ -24,14 +24,6 @@ class GossipSync(Gossip):
 
     sync: bool = True
 
-    def payload(self, steps: int, nbytes: int, workers: int) -> int | None:
-        if self.probability is not None:
-            return None
-        first = int(self.order == "mix_first")
-        gossips = sum(step % self.interval == 0 for step in range(first, steps + first))
-        flags = 8 * workers * steps
-        return workers * (2 * nbytes + flags + gossips * self.exchange_bytes(nbytes))
-
     def finish(self, x: Tensor) -> None:
         """Stay with the others until all have come to their end; then take the mean."""
         trained = self.steps > 0

@@ -81,7 +81,7 @@ class Hierarchical(Lockstep):
         reduction" (Hier-AVG), 2019.""",
     )
     uses_gradient = False
-    state = (*Lockstep.state, "group_unit", "in_group", "in_all", "met")
+    state = ("group_unit", "in_group", "in_all", "met")
 
     group_size: int = 4
     group_interval: int = 4
@@ -97,16 +97,6 @@ class Hierarchical(Lockstep):
                 f"group_interval ({self.group_interval}) must divide interval ({self.interval})"
             )
         self.in_group = self.in_all = self.met = self.group_unit = 0
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        contributions = in_group = in_all = 0
-        last = -(-steps // self.interval) * (self.interval // self.group_interval)
-        for number in range(1, last + 1):
-            taken = min(steps, number * self.group_interval)
-            everyone = self._is_for_all(number)
-            contributions += taken > (in_all if everyone else in_group)
-            in_group, in_all = taken, taken if everyone else in_all
-        return nbytes * workers * (1 + contributions)
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

@@ -10,7 +10,7 @@ from paceline.common.options import at_least
 from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters, write_hyperparameters
 from paceline.strategies.about import About
-from paceline.strategies.base import COMMUNICATOR, WORKER
+from paceline.strategies.base import WORKER, Role
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
 from paceline.strategies.rounds import Combined, RoundServer
 from paceline.strategies.served import RoleStrategy
@@ -98,18 +98,9 @@ class Layered(RoleStrategy):
         self.behind = False
         self._max_norm: float | None = None
 
-    def roles(self, workers: int) -> tuple[str, ...]:
-        return (WORKER,) * workers + (COMMUNICATOR,) * len(groups(workers, self.group_size))
-
-    def home(self, rank: int, workers: int) -> int:
-        return rank if rank < workers else (rank - workers) * self.group_size
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        communicators = len(groups(workers, self.group_size))
-        message = nbytes + 8 * self.request_numbers
-        rounds = steps + 1  # in the last one, all say that they have come to their end
-        up_and_down = 2 * workers * rounds * message
-        return up_and_down + communicators * steps * nbytes + nbytes * (workers + communicators)
+    def roles(self, workers: int) -> tuple[Role, ...]:
+        beside = [group[0] for group in groups(workers, self.group_size)]
+        return (WORKER,) * workers + tuple(Role("communicator", home) for home in beside)
 
     @property
     def request_numbers(self) -> int:

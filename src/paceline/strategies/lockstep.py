@@ -127,7 +127,7 @@ class Periodic(Lockstep):
         pending: the steps since workers last synchronized; ``samples``: those in them.
     """
 
-    state: ClassVar[tuple[str, ...]] = (*Lockstep.state, "pending", "samples")
+    state: ClassVar[tuple[str, ...]] = ("pending", "samples")
 
     interval: int = 16
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.strategies.pairs import PairStrategy
 
@@ -20,18 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class OfferStrategy(PairStrategy):
-    """A method of pairs with open offers.
-
-    Attributes:
-        open: the peers that have still to answer, each with its incarnation.
-    """
+    """A method of pairs with open offers."""
 
     synchronous = False
-    state = ("steps", "open")
+    state = ("open",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.open: dict[int, int] = {}
+        self._open: dict[int, int] = {}
+
+    @property
+    def open(self) -> dict[int, int]:
+        """The peers that have still to answer, each with its incarnation."""
+        self._forget_lost(self.comm.members.alive())
+        return self._open
+
+    @open.setter
+    def open(self, saved: dict[int, int]) -> None:
+        """Take up saved offers; of workers that were not saved, none. All are in incarnation 1."""
+        self._open = {peer: 1 for peer in saved if peer in self.comm.members.starters()}
 
     def free_partners(self) -> Sequence[int] | None:
         """The workers to pick a peer from; None while one of them has still to answer.
@@ -41,17 +48,17 @@ class OfferStrategy(PairStrategy):
         """
         self._forget_lost(self.live_workers())
         partners = self.partners()
-        return partners if self.open.keys().isdisjoint(partners) else None
+        return partners if self._open.keys().isdisjoint(partners) else None
 
     def offer(self, x: Tensor, peer: int, tag: int) -> None:
         """Make an offer; nothing happens when the peer's mailbox is full."""
         incarnation = self.comm.members.incarnation(peer)
         if self.comm.board.post(x, peer, tag, self.note()):
-            self.open[peer] = incarnation
+            self._open[peer] = incarnation
 
     def answered(self, peer: int) -> None:
         """Close the offer to a peer."""
-        self.open.pop(peer, None)
+        self._open.pop(peer, None)
 
     def count_open(self, workers: Comm) -> int:
         """How many offers among these workers are open; one that joined too late answers nobody."""
@@ -59,18 +66,9 @@ class OfferStrategy(PairStrategy):
             return 0
         self._forget_lost(set(workers.ranks).intersection(self.comm.members.alive()))
         waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
-        return workers.all_reduce(waited_for, len(self.open)).weight
-
-    def state_dict(self) -> dict[str, Any]:
-        self._forget_lost(self.comm.members.alive())
-        return super().state_dict()
-
-    def resumed(self) -> None:
-        """Forget offers to workers that were not saved; the others are in incarnation 1 again."""
-        there = self.comm.members.starters()
-        self.open = {peer: 1 for peer in self.open if peer in there}
+        return workers.all_reduce(waited_for, len(self._open)).weight
 
     def _forget_lost(self, live: Collection[int]) -> None:
-        for peer, incarnation in [*self.open.items()]:
+        for peer, incarnation in [*self._open.items()]:
             if peer not in live or self.comm.members.incarnation(peer) != incarnation:
-                del self.open[peer]
+                del self._open[peer]

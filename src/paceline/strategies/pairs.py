@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.comm.ports import Lost
 from paceline.common.seeds import stream
@@ -52,15 +52,12 @@ class PairStrategy(Strategy):
 
     resumable = False
     uses_gradient = False
+    state: ClassVar[tuple[str, ...]] = ("steps",)
 
     topology: Topology = "complete"
 
     def __post_init__(self) -> None:
         self.steps = 0
-
-    def exchange_bytes(self, nbytes: int) -> int:
-        """What one message with a model sends."""
-        return nbytes + _NOTE.size
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

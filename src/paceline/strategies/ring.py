@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.comm.ports import Lost
 from paceline.errors import PeerLost
@@ -38,6 +38,8 @@ class RingStrategy(PushStrategy):
     Attributes:
         seat: this worker's place in the ring.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("ring",)
 
     @property
     @abstractmethod
@@ -129,13 +131,15 @@ class RingStrategy(PushStrategy):
             self.send_request(shard, a, turn._replace(version=self.versions[shard]))
         return [self.await_reply(shard, x) for shard in shards]
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | ({} if self.serves else {"ring": self.seat.state()})
+    @property
+    def ring(self) -> list[int | None]:
+        """What a checkpoint holds of this worker's seat."""
+        return [self.seat.generation, self.seat.attended, self.seat.called]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.serves:
-            self.seat.load_state(state["ring"])
-        super().load_state_dict({name: value for name, value in state.items() if name != "ring"})
+    @ring.setter
+    def ring(self, state: list[Any]) -> None:
+        """Take the seat up."""
+        self.seat.generation, self.seat.attended, self.seat.called = state
 
 
 class Seat:
@@ -209,14 +213,6 @@ class Seat:
         for worker in workers:
             if worker != self._comm.rank:
                 self._comm.board.post(_nothing(), worker, TOKEN, pack(CALL, number))
-
-    def state(self) -> list[int | None]:
-        """What a checkpoint holds of it."""
-        return [self.generation, self.attended, self.called]
-
-    def load_state(self, state: Sequence[Any]) -> None:
-        """Take up what :meth:`state` returned."""
-        self.generation, self.attended, self.called = state
 
 
 class TokenServer(ShardServer):

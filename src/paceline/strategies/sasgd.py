@@ -88,7 +88,7 @@ class SASGD(Periodic):
         local SGD (Stich 2019), K-AVG (Zhou and Cong 2018); with warmup: post-local SGD (Lin et
         al. 2020).""",
     )
-    state = (*Periodic.state, "lrs", "base_lrs", "lr_changed", "reference", "gradients")
+    state = ("lrs", "base_lrs", "lr_changed", "reference", "gradients")
 
     global_lr: float | None = None
     form: aggregation.Form = "auto"
@@ -116,13 +116,6 @@ class SASGD(Periodic):
     @property
     def is_due(self) -> bool:
         return self.steps <= self.warmup or super().is_due
-
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        warm = min(steps, self.warmup)
-        times = warm + -(-(steps - warm) // self.interval)
-        vectors = 1 + (len(self.replica.moments()) if self.momentum == "average" else 0)
-        counts = 0 if self.global_lr is None else times * self.replica.flat.x.element_size()
-        return workers * (nbytes * (1 + times * vectors) + counts)
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from paceline.common.options import at_least, at_most
 from paceline.errors import PeerLost, PeersGone
 from paceline.model.hyperparameters import read_hyperparameters
-from paceline.strategies.base import SERVER, WORKER, Strategy
-from paceline.strategies.server import published_numbers
+from paceline.strategies.base import SERVER, WORKER, Role, Strategy
 from paceline.strategies.service import (
     ADOPT,
     CALL,
@@ -52,6 +51,7 @@ class RoleStrategy(Strategy):
     """
 
     resumable: ClassVar[bool] = False
+    state: ClassVar[tuple[str, ...]] = ("requests",)
 
     @abstractmethod
     def make_server(self) -> Server:
@@ -96,33 +96,38 @@ class RoleStrategy(Strategy):
         self.connect()
         super().rejoin(x)
 
-    def succeed(self, x: Tensor) -> dict[str, Any]:
-        self.server = self.make_server()
-        return self.server.succeed()
-
     def serve(self, x: Tensor) -> None:
         self.server.serve()
 
+    def succeed(self) -> dict[str, Any]:
+        """In place of ``setup``, on a rank that follows a lost server.
+
+        What it returns, in particular how much was lost, goes into the run's record.
+        """
+        self.server = self.make_server()
+        return self.server.succeed()
+
     def summon(self, rank: int, number: int, stop: bool) -> None:
+        """Have the server on ``rank`` call ``listener.summoned``."""
         call = pack(CALL, number, stop).ljust(8 * self.request_numbers, b"\0")
         self.comm.send(self.vector_at(rank), rank, REQUEST, call)
 
-    def resumed(self) -> None:
-        if self.serves:
-            self.server.on_resume()
+    @property
+    def requests(self) -> list[int]:
+        """The number of the last request to each server."""
+        return [service.number for service in self.services]
+
+    @requests.setter
+    def requests(self, numbers: list[int]) -> None:
+        """Count on from these."""
+        for service, number in zip(self.services, numbers, strict=True):
+            service.number = number
 
     def state_dict(self) -> dict[str, Any]:
-        if self.serves:
-            return self.server.state_dict()
-        return {**super().state_dict(), "requests": [service.number for service in self.services]}
+        return self.server.state_dict() if self.serves else super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.serves:
-            self.server.load_state_dict(state)
-            return
-        for service, number in zip(self.services, state["requests"], strict=True):
-            service.number = number
-        super().load_state_dict({name: v for name, v in state.items() if name != "requests"})
+        (self.server.load_state_dict if self.serves else super().load_state_dict)(state)
 
 
 @dataclass(kw_only=True)
@@ -148,7 +153,7 @@ class ServerStrategy(RoleStrategy):
         self.steps = 0
         self.versions = [0] * self.shards
 
-    def roles(self, workers: int) -> tuple[str, ...]:
+    def roles(self, workers: int) -> tuple[Role, ...]:
         return (WORKER,) * workers + (SERVER,) * self.shards
 
     def make_services(self) -> list[Service]:
@@ -172,24 +177,6 @@ class ServerStrategy(RoleStrategy):
     @cached_property
     def request_numbers(self) -> int:
         return REQUEST_NUMBERS + len(self.hyperparameters())
-
-    @property
-    def request_overhead(self) -> int:
-        """The bytes of a request beside its vector, over all shards."""
-        return 8 * self.shards * self.request_numbers
-
-    @property
-    def reply_overhead(self) -> int:
-        """The bytes of a reply beside its vector, over all shards."""
-        return 8 * self.shards * len(Reply._fields)
-
-    def exchange_bytes(self, nbytes: int) -> int:
-        """What a request to all servers and their replies come to, of a model of ``nbytes``."""
-        return 2 * nbytes + self.request_overhead + self.reply_overhead
-
-    def fetch_overhead(self, workers: int) -> int:
-        """The bytes that come with a model that is fetched, over all shards."""
-        return 8 * self.shards * published_numbers(workers)
 
     # What a method is written with ---------------------------------------------------------------
 
@@ -279,7 +266,8 @@ class PushStrategy(ServerStrategy):
         accrued: their sum.
     """
 
-    state: ClassVar[tuple[str, ...]] = (*ServerStrategy.state, "pending", "given", "accrued")
+    adds_up: ClassVar[bool] = True  # and a push is the older the more workers there are
+    state: ClassVar[tuple[str, ...]] = ("pending", "given", "accrued")
 
     server_optimizer: ServerOptimizer = "user"
 
@@ -306,10 +294,6 @@ class PushStrategy(ServerStrategy):
             return own
         given = self.given or [0] * len(self.replica.flat.spans)
         return *own, *(count / max(1, self.pending) for count in given)
-
-    def lr_factor(self, workers: int) -> float:
-        """Every push counts in full, and is the older the more workers there are."""
-        return 1 / workers
 
     def accrue(self, g: Gradient, local_move: bool) -> None:
         """Add a gradient to those that are still to be pushed, if it is usable."""

@@ -244,11 +244,6 @@ class ShardServer(Server):
     _state = ("version", "missed", "generation", "done", "clocks")
 
 
-def published_numbers(workers: int) -> int:
-    """How many numbers a :class:`ShardServer` publishes with its shard: a reply and its ledger."""
-    return len(Reply._fields) + 2 * workers + 1
-
-
 class GradientServer(ShardServer):
     """A server that steps its shard with gradients, by an optimizer of its own.
 

@@ -83,10 +83,6 @@ class SSP(PushStrategy):
     def drift(self) -> int | None:
         return self.bound + 1
 
-    def payload(self, steps: int, nbytes: int, workers: int) -> int:
-        exchanges = (steps + 1) * self.exchange_bytes(nbytes)
-        return workers * exchanges + nbytes * (workers + self.shards)
-
     def make_server(self) -> ClockServer:
         return ClockServer(self)
 

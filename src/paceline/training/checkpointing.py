@@ -233,7 +233,7 @@ class CheckpointParticipant:
         """Call the ranks that are no workers; if one is lost, the rendezvous is given up."""
         for rank in self._everyone[self._session.size :]:
             try:
-                self._session.strategy.summon(rank, call.number, call.stop)
+                self._session.served.summon(rank, call.number, call.stop)
             except PeerLost:
                 if not self._session.all_ranks.elastic:
                     raise
@@ -298,7 +298,8 @@ class CheckpointParticipant:
         else:
             write_generators(state["generators"], session.device)
         self.await_starters()
-        session.strategy.resumed()
+        if session.rank >= session.size:
+            session.served.server.on_resume()
 
     def await_starters(self) -> None:
         """Wait until all starters have restored their state."""

@@ -31,6 +31,7 @@ from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
 from paceline.strategies.base import Strategy
 from paceline.strategies.place import RankListener
+from paceline.strategies.served import RoleStrategy
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
 from paceline.training.checkpointing import CheckpointParticipant
@@ -189,7 +190,7 @@ class Session(RankListener):
             self.ports.members.announce_ready()
             self.tell("joined")
         else:
-            facts = self.strategy.succeed(x)
+            facts = self.served.succeed()
             self.ports.members.announce_ready()
             self.tell("succeeded", **facts)
             self._serve_unless_worker(x)
@@ -206,6 +207,14 @@ class Session(RankListener):
                 if not others.isdisjoint(members.view().departed):
                     raise ServingDone from None
                 members.wait_for_change(error)  # a worker that was only stopped may come back
+
+    @property
+    def served(self) -> RoleStrategy:
+        """The method, which can have its servers called and followed."""
+        if not isinstance(self.strategy, RoleStrategy):
+            name = type(self.strategy).__name__
+            raise UsageError(f"{name} must be a RoleStrategy to survive the loss of a server")
+        return self.strategy
 
     def _serve_unless_worker(self, x: Tensor) -> None:
         if self.rank < self.size:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm.ports import MAILBOX_CAPACITY, Published
+from paceline.lab.faulttest.payload import Size, payload
 from paceline.lab.faulttest.training import EPOCHS
 from paceline.lab.faulttest.watched import Observer, WatchedInbox, around
 from paceline.sim.collectives import Collective
-from paceline.strategies.served import ServerStrategy
+from paceline.strategies.served import RoleStrategy, ServerStrategy
 from paceline.strategies.toolbox.guard import is_sound
 from paceline.training.session import Session
 
@@ -26,8 +27,9 @@ class MemberViews(Observer):
     def attach(self, session: Session) -> None:
         around(session.all_ranks.members, "alive", lambda inner: self._asked(session, inner()))
         around(session.ports.members, "announce_ready", lambda inner: self._arrived(session, inner))
-        around(session.strategy, "join", lambda inner, x: self._joined(session, inner, x))
-        around(session.strategy, "succeed", lambda inner, x: self._joined(session, inner, x))
+        begins = ["join", *(["succeed"] if isinstance(session.strategy, RoleStrategy) else [])]
+        for name in begins:
+            around(session.strategy, name, lambda inner, *x: self._joined(session, inner, *x))
         if not session.late:
             self.scene.begun.add((session.rank, 1))
 
@@ -52,8 +54,8 @@ class MemberViews(Observer):
             )
         return seen
 
-    def _joined(self, session: Session, inner: Any, x: Tensor) -> Any:
-        result = inner(x)
+    def _joined(self, session: Session, inner: Any, *x: Tensor) -> Any:
+        result = inner(*x)
         self.scene.begun.add((session.rank, self.scene.incarnation(session.rank)))
         return result
 
@@ -295,7 +297,8 @@ class Traffic(Observer):
     def ended(self) -> None:
         session = self.scene.workers[0]
         nbytes = self.scene.finished[0].nbytes
-        payload = session.strategy.payload(self.schedule.steps, nbytes, self.schedule.workers)
+        run = Size(self.schedule.steps, nbytes, self.schedule.workers)
+        told = payload(session.strategy, run)
         sent = sum(ports.recorder.meter.bytes_sent for ports in self.scene.ports)
-        if payload is not None:
-            self.scene.check(sent == payload, "bytes", f"{sent} sent, by the formula {payload}")
+        if told is not None:
+            self.scene.check(sent == told, "bytes", f"{sent} sent, by the formula {told}")

@@ -43,6 +43,7 @@ from paceline.launcher.rank import run_rank
 from paceline.record.trace import Trace
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy
+from paceline.strategies.base import homes_of
 from paceline.training.session import Listener, Session
 
 OBSERVERS: tuple[type[Observer], ...] = (
@@ -124,7 +125,7 @@ def _run(
         seed=schedule.seed,
         limits=schedule.limits,
         faults=[*schedule.script, *(folder.coordinator.late_joiners if folder else ())],
-        homes=[method.home(rank, schedule.workers) for rank in range(schedule.size)],
+        homes=homes_of(method, schedule.workers)[: schedule.size],
         losses=schedule.losses,
         start_s=0.0 if folder is None else folder.coordinator.start_s,
     )
