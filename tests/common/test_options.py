@@ -20,7 +20,8 @@ from paceline.common.options import (
     parse_value,
     type_name,
 )
-from paceline.strategies import describe, make_strategy, parse_settings
+from paceline.report.methods import describe
+from paceline.strategies import make_strategy, parse_settings
 from paceline.strategies.sasgd import SASGD
 
 

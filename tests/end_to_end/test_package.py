@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 import paceline as pl
-from paceline.strategies import STRATEGIES, SYNC_FORMS, describe, strategy_class
+from paceline.report.methods import describe
+from paceline.strategies import STRATEGIES, SYNC_FORMS, strategy_class
 from paceline.strategies.base import Strategy
 
 ROOT = Path(pl.__file__).parent

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.cli.screen import Screen
-from paceline.strategies import describe, strategy_class, strategy_names, without_markup
+from paceline.report.methods import describe, without_markup
+from paceline.strategies import strategy_class, strategy_names
 
 NAMED = ("Args", "Example")
 """The headings that appear in docstrings."""

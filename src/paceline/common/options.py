@@ -33,6 +33,12 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise UsageError(f"{where}: {error}") from None
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default value of a field."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
 @functools.cache
 def field_types(cls: type[Any]) -> Mapping[str, Any]:
     """The types of the fields that a user may set, by name."""

@@ -32,9 +32,10 @@ from paceline.report.charts import (
     splits,
 )
 from paceline.report.material import Material, Run, Setting, read_material, rule
+from paceline.report.methods import describe
 from paceline.report.svg import sample, style
 from paceline.report.verdict import MethodTimes, headline, standings, verdict
-from paceline.strategies import describe, strategy_names
+from paceline.strategies import strategy_names
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from paceline.common.options import build, field_types, parse_value, type_name
+from paceline.common.options import build, default_of, parse_value
 from paceline.errors import UsageError, summary_of, unknown
 from paceline.strategies.base import Strategy
 
@@ -84,7 +83,7 @@ def strategy_spec(strategy: Strategy) -> str:
     """
     name = strategy_name(strategy)
     cls = strategy_class(name) if name in SYNC_FORMS else type(strategy)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(cls) if field.init}
     options = [
         f"{option}={value}"
         for option, default in defaults.items()
@@ -175,57 +174,3 @@ def parse_settings(items: list[str]) -> dict[str, Any]:
             raise UsageError(f"setting ({item.strip()}) must look like name=value")
         settings[name.strip()] = parse_value(value)
     return settings
-
-
-def describe(name: str) -> dict[str, Any]:
-    """What ``paceline strategies`` tells of a method."""
-    cls = strategy_class(name)
-    doc = inspect.getdoc(cls) or ""
-    return {
-        "name": name,
-        "summary": without_markup(doc.partition("\n")[0]),
-        "paper": cls.paper,
-        "options": _options(cls, _argument_helps(doc)),
-        "synchronous": cls().synchronous,
-        "servers": len(cls().roles(2)) - 2,
-    }
-
-
-def without_markup(text: str) -> str:
-    """A text of a docstring without the marks of reStructuredText.
-
-    >>> print(without_markup(r"``interval`` of :class:`~paceline.Strategy`, :math:`x_i'`"))
-    interval of Strategy, x_i'
-    """
-    text = re.sub(r":[\w:]+:`~(?:[^`]*\.)?([^`]+)`", r"\1", text)
-    return re.sub(r":[\w:]+:`([^`]+)`", r"\1", text).replace("``", "")
-
-
-def _options(cls: type[Strategy], helps: dict[str, str]) -> list[dict[str, Any]]:
-    """The fields of a method that a user may set; those that ``helps`` tells of in its order."""
-    types, order = field_types(cls), [*helps]
-    options = [
-        {
-            "name": field.name,
-            "type": type_name(types[field.name]),
-            "default": _default(field),
-            "help": helps.get(field.name, ""),
-        }
-        for field in dataclasses.fields(cls)
-        if field.init
-    ]
-    return sorted(
-        options, key=lambda o: order.index(o["name"]) if o["name"] in order else len(order)
-    )
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
-
-
-def _argument_helps(doc: str) -> dict[str, str]:
-    """The help of each argument, from the ``Args:`` part of a docstring."""
-    match = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", doc + "\n", re.MULTILINE)
-    entries = re.findall(r"^ {4}(\w+): ((?:.*\n(?: {8}.*\n)*))", match[1] if match else "", re.M)
-    return {name: without_markup(" ".join(text.split())) for name, text in entries}
