@@ -12,7 +12,8 @@ import pytest
 import paceline as pl
 from paceline.cli import main
 from paceline.cli.about import IN_JSON, SHOWN, parts_of
-from paceline.strategies import STRATEGIES, describe, strategy_class
+from paceline.report.methods import describe
+from paceline.strategies import STRATEGIES, strategy_class
 from paceline.strategies.about import About
 
 KEYS = {"name", "summary", "paper", "options", "synchronous", "servers"}
