@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.record.trace import read
-from paceline.report.timeline.items import APPLY, COMPUTE, IO, RECEIVE, Span, Step
+from paceline.report.timeline.items import APPLY, COMPUTE, IO, RECEIVE, Step, Stretch
 from paceline.report.timeline.traced import TracedRun
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def measure(folder: Path) -> str:
     for item in run.items(from_s=0.0, to_s=run.end_s):
         if isinstance(item, Step):
             own_s[item.rank].append(0.0)
-        elif isinstance(item, Span) and len(own_s[item.rank]) > WARM_UP:
+        elif isinstance(item, Stretch) and len(own_s[item.rank]) > WARM_UP:
             took_s = item.end_s - item.start_s
             if item.kind in (COMPUTE, APPLY):
                 own_s[item.rank][-1] += took_s
