@@ -12,29 +12,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline._version import __version__
+from paceline._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from paceline.comm.comm import Comm
-    from paceline.comm.limits import Limits
-    from paceline.comm.ports import Lost
-    from paceline.common.faults import cut, degrade, freeze, join, kill, slow
-    from paceline.errors import (
-        CommTimeout,
-        Deadlock,
-        PacelineError,
-        PeerLost,
-        UsageError,
-        WorkerFailed,
-    )
-    from paceline.launcher.init import init
-    from paceline.launcher.launch import launch
-    from paceline.launcher.simulate import simulate
-    from paceline.model.gradient import Gradient
-    from paceline.record.result import Result
-    from paceline.sim.cluster import Cluster
-    from paceline.strategies.base import Strategy
-    from paceline.training.worker import Worker
+    from paceline.comm.comm import Comm as Comm
+    from paceline.comm.limits import Limits as Limits
+    from paceline.comm.ports import Lost as Lost
+    from paceline.common.faults import cut as cut
+    from paceline.common.faults import degrade as degrade
+    from paceline.common.faults import freeze as freeze
+    from paceline.common.faults import join as join
+    from paceline.common.faults import kill as kill
+    from paceline.common.faults import slow as slow
+    from paceline.errors import CommTimeout as CommTimeout
+    from paceline.errors import Deadlock as Deadlock
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.errors import PeerLost as PeerLost
+    from paceline.errors import UsageError as UsageError
+    from paceline.errors import WorkerFailed as WorkerFailed
+    from paceline.launcher.init import init as init
+    from paceline.launcher.launch import launch as launch
+    from paceline.launcher.simulate import simulate as simulate
+    from paceline.model.gradient import Gradient as Gradient
+    from paceline.record.result import Result as Result
+    from paceline.sim.cluster import Cluster as Cluster
+    from paceline.strategies.base import Strategy as Strategy
+    from paceline.training.worker import Worker as Worker
 
 _MODULES = {
     "Cluster": "paceline.sim.cluster",
@@ -62,32 +65,7 @@ _MODULES = {
     "slow": "paceline.common.faults",
 }
 
-__all__ = [
-    "Cluster",
-    "Comm",
-    "CommTimeout",
-    "Deadlock",
-    "Gradient",
-    "Limits",
-    "Lost",
-    "PacelineError",
-    "PeerLost",
-    "Result",
-    "Strategy",
-    "UsageError",
-    "Worker",
-    "WorkerFailed",
-    "__version__",
-    "cut",
-    "degrade",
-    "freeze",
-    "init",
-    "join",
-    "kill",
-    "launch",
-    "simulate",
-    "slow",
-]
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

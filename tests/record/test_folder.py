@@ -20,7 +20,7 @@ from paceline.cli.task import choose_out
 from paceline.comm.launchers import Launched
 from paceline.common.files import Lines
 from paceline.launcher.fork_client import ForkServer
-from paceline.record.folder import LOCK, RunFolder, claim
+from paceline.record.folder import LOCK, TRACE, RunFolder, claim
 from paceline.record.trace import Trace
 
 # Private -----------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_traces_that_cannot_be_merged_are_removed(tmp_path):
     (tmp_path / "trace.0.jsonl").write_text('{"t": 1.0, "rank": 0, "event": "send"}\n')
     folder = RunFolder.__new__(RunFolder)
     folder.path, folder._traced = tmp_path, True
-    folder.trace.symlink_to("/dev/full")
+    (folder.path / TRACE).symlink_to("/dev/full")
     with pytest.warns(UserWarning, match=f"abandoned: {FULL}"):
         folder.merge_traces(1)
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.rank import run_rank
 from paceline.launcher.spec import SimulationSpec, Train, takes
-from paceline.record.folder import RecordedRun, claim, save_answer
+from paceline.record.folder import TRACE, RecordedRun, claim, save_answer
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
@@ -69,7 +69,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         start_s=checkpoints.start_s,
     )
     recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
-    file = recorder.folder.trace if recorder.folder and spec.trace else None
+    file = spec.folder / TRACE if spec.folder and spec.trace else None
     trace = Trace(file, lambda: world.calendar.now_s)
     ranks = _Ranks(spec, train, world, policy, checkpoints, recorder, trace, record)
     try:

@@ -79,21 +79,16 @@ class RunFolder:
         """Close the open files."""
         self._metrics.close()
 
-    @property
-    def trace(self) -> Path:
-        """The run's trace."""
-        return self.path / TRACE
-
     def merge_traces(self, ranks: int) -> None:
         """Merge the traces of all ranks into one; remove them all if one rank's trace failed."""
         parts = [rank_trace(self.path, rank) for rank in range(ranks)]
         if self._traced:
             try:
-                merge(parts, self.trace)
+                merge(parts, self.path / TRACE)
             except OSError as error:
                 self.no_trace(reason_of(error))
         if not self._traced:
-            for path in [*parts, self.trace]:
+            for path in [*parts, self.path / TRACE]:
                 with suppress(OSError):
                     path.unlink()
 
