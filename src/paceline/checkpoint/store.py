@@ -43,7 +43,7 @@ class Saved:
     bytes: int = 0
     digest: str = ""
     error: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,7 @@ def _handlers(
         "event": recorder.event,
         "no_trace": lambda record: recorder.no_trace(record["reason"]),
         "progress": spec.on_progress or (lambda record: None),
-        "saved": lambda record: checkpoints.add_report(
-            Saved(**{**record, "ranks": tuple(record["ranks"])})
-        ),
+        "saved": lambda record: checkpoints.add_report(Saved(**record)),
     }
 
 

@@ -51,8 +51,10 @@ class SharedBuffers:
         """Let those who come late see what is not averaged: the first worker does."""
         ranks = self._session.all_ranks
         someone_may = ranks.elastic or len(ranks.members.starters()) < ranks.size
-        if self._session.rank == self._first and someone_may and self.rest.has_fixed:
-            ranks.board.publish(self.rest.fixed(), window=FIXED)
+        if self._session.rank == self._first and someone_may:
+            fixed = self.rest.fixed()
+            if fixed.numel():
+                ranks.board.publish(fixed, window=FIXED)
 
     def take_first(self) -> None:
         """Give every worker rank 0's buffers, and its parameters that are not trained."""

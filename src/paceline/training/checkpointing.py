@@ -254,7 +254,7 @@ class CheckpointParticipant:
         self._made_s = now_s
         if self._meet(call, 3, members):
             saved = self._store.save_rank(call.step, rank, now_s, content)
-            self._tell(replace(saved, ranks=tuple(members)))
+            self._tell(replace(saved, ranks=members))
             if call.stop:
                 raise Stopped
 
@@ -304,9 +304,8 @@ class CheckpointParticipant:
     def await_starters(self) -> None:
         """Wait until all starters have restored their state."""
         starters = self._session.ports.members.starters
-        incarnations = [int(rank in starters) for rank in self._everyone]
-        with self._session.recorder.waiting:
-            self._rendezvous.meet(_PHASES - 1, starters, incarnations)
+        incarnations = tuple(int(rank in starters) for rank in self._everyone)
+        self._meet(Call(incarnations=incarnations), _PHASES - 1, starters)
 
     def _begin_to_catch_up(self, loaders: list[Any]) -> None:
         session, places = self._session, [Position(*place) for place in loaders]

@@ -89,11 +89,6 @@ class Rest:
         return bool(self._slots)
 
     @property
-    def has_fixed(self) -> bool:
-        """Whether the model has other buffers, or frozen parameters."""
-        return bool(self._fixed)
-
-    @property
     def is_empty(self) -> bool:
         """Whether the model has nothing but trained parameters."""
         return not (self._slots or self._fixed)
