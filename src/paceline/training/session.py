@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,8 @@ class Session(RankListener):
             stepper.come_back()
         self.listener.ready()
         stepper.account_first()
+        if self.rank >= self.size:
+            self._serve(stepper)
         self.clock.switch_in()
         return PacedOptimizer(optimizer, stepper)
 
@@ -173,14 +175,13 @@ class Session(RankListener):
             with self.recorder.paused(), self.ports.uncharged():
                 self.strategy.setup(x)
         checkpointing.resume()
-        self._serve_unless_worker(x)
 
     def _start(self, x: Tensor) -> None:
         if not self.late:
             self.buffers.show_first()
             self.strategy.setup(x)
-            self._serve_unless_worker(x)
-            self.buffers.take_first()
+            if self.rank < self.size:
+                self.buffers.take_first()
         elif self.rank < self.size:
             if self._resuming is not None:
                 self._resuming.await_starters()
@@ -193,7 +194,6 @@ class Session(RankListener):
             facts = self.served.succeed()
             self.ports.members.announce_ready()
             self.tell("succeeded", **facts)
-            self._serve_unless_worker(x)
 
     def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
         """Join the others, for the first time or again; end, if they have come to their end."""
@@ -216,15 +216,11 @@ class Session(RankListener):
             raise UsageError(f"{name} must be a RoleStrategy to survive the loss of a server")
         return self.strategy
 
-    def _serve_unless_worker(self, x: Tensor) -> None:
-        if self.rank < self.size:
-            return
-        stepper = self.running
-        self.listener.ready()
-        stepper.account_first()
+    def _serve(self, stepper: Stepper) -> NoReturn:
+        """Serve until no worker is left, and end this rank."""
         self.recorder.account_sends(stepper.history)
         with suppress(PeersGone):
-            self.strategy.serve(x)
+            stepper.keep_up(partial(self.strategy.serve, stepper.replica.flat.x))
         stepper.account(last=True)
         raise ServingDone
 
