@@ -296,18 +296,10 @@ class Session(RankListener):
         """Whether this rank may rejoin after it was left behind."""
         return self.rank < self.size and not self.strategy.synchronous
 
-    def step_asked(self) -> None:
-        """Separate the batches of this step from those that the loop did not train on."""
-        self.pending.before_step()
-
     def step_skipped(self) -> None:
         """Count a step that lies before the checkpoint that the run resumes from."""
         if self.checkpointing is not None:
             self.checkpointing.step_skipped()
-
-    def before_step(self) -> None:
-        """Refuse a step from weights that were loaded without the method's knowledge."""
-        self.loads.check_step()
 
     def after_step(self) -> None:
         """Mark the batches of the step as used; share buffers; make a checkpoint, if due."""

@@ -88,11 +88,11 @@ class Stepper:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:
             raise UsageError(f"optimizer.step() must not be called {self.paused}")
-        self._session.step_asked()
+        self._session.pending.before_step()
         if self.skipping:
             self._session.step_skipped()
             return
-        self._session.before_step()
+        self._session.loads.check_step()
         samples, self._drawn = self._drawn, 0
         self.batch_size = max(self.batch_size, samples)
         begin = self._mark()
