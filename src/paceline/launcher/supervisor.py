@@ -183,6 +183,7 @@ class Supervisor:
         stop: Stop,
     ) -> None:
         self.ranks = [Rank(number) for number in range(len(arguments))]
+        self._workers = self.ranks[: policy.workers]
         self._fork_server, self._fd, self._stop = fork_server, fd, stop
         self._common, self._arguments = common, arguments
         self._on_message, self._policy, self._limits = on_message, policy, limits
@@ -220,7 +221,7 @@ class Supervisor:
             return {"error": "the only request is to join"}
         if not self._policy.accepts_joiners:
             return {"error": "a synchronous method cannot take late joiners"}
-        lost = [w for w in self._workers() if not w.running and not w.returned and not w.error]
+        lost = [w for w in self._workers if not w.running and not w.returned and not w.error]
         free = [worker for worker in lost if worker not in self._to_start]
         if not free:
             return {"error": f"all {self._policy.workers} workers are running"}
@@ -289,7 +290,7 @@ class Supervisor:
             if failed_s is not None:
                 self._due.clear()
                 self._end_all(now_s - failed_s)
-            elif self._policy.goes_on and any(worker.returned for worker in self._workers()):
+            elif self._policy.goes_on and any(worker.returned for worker in self._workers):
                 self._end_rest()
             else:
                 self._wait_for_stopped()
@@ -371,7 +372,7 @@ class Supervisor:
             return
         self._unready.discard(rank.number)
         self._report("lost", rank, reason=_how_ended(rank.code))
-        others = any(other.returned or other.running for other in self._workers())
+        others = any(other.returned or other.running for other in self._workers)
         if others and self._policy.restarts(rank.number):
             self._to_start.append(rank)
 
@@ -380,14 +381,11 @@ class Supervisor:
         record = {"t": t, "event": event, "rank": rank.number, **facts}
         self._on_message(rank.number, {"kind": "event", "record": record})
 
-    def _workers(self) -> list[Rank]:
-        return self.ranks[: self._policy.workers]
-
     def _is_failure(self, rank: Rank) -> bool:
         """Whether the failure of ``rank`` ends the run."""
         if not self._policy.goes_on or rank.error is not None:
             return rank.failed
-        workers = self._workers()
+        workers = self._workers
         if rank not in workers:  # workers cannot continue without a server or communicator
             needed = any(worker.running for worker in workers) and rank not in self._to_start
         else:
@@ -396,14 +394,14 @@ class Supervisor:
 
     def _some_continue(self) -> bool:
         """Whether any worker runs and is not stopped, or has returned."""
-        return any(worker.returned or goes_on(worker.pid) for worker in self._workers())
+        return any(worker.returned or goes_on(worker.pid) for worker in self._workers)
 
     def _wait_for_stopped(self) -> None:
         """While all workers are stopped, none is lost: wait as long as for a busy one."""
         if self._some_continue():
             self._pause = None
             return
-        stopped = [worker.number for worker in self._workers() if worker.running]
+        stopped = [worker.number for worker in self._workers if worker.running]
         if stopped:
             op = "a run whose workers are all stopped"
             self._pause = self._pause or Watch(op, self._limits)

@@ -174,10 +174,11 @@ _JOIN_EVENTS = {"joined", "rejoined", "restarted", "succeeded", "outlived"}
 
 
 class RecordedRun:
-    """The files of a real run, for a replay of it."""
+    """The files of a real run, for a replay of it; ``trace`` is that of its events."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
+        self.trace = self.path / TRACE
         try:
             self.config = read_object(self.path / CONFIG)
         except (OSError, ValueError) as error:
@@ -197,11 +198,6 @@ class RecordedRun:
             f"replay ({self.path}) must be the folder that paceline run --out or pl.launch(out=...)"
             f" has written: {reason}"
         )
-
-    @property
-    def trace(self) -> Path:
-        """The file of the recorded events."""
-        return self.path / TRACE
 
     @property
     def model(self) -> Path:

@@ -69,6 +69,10 @@ class Rest:
     Args:
         model: the worker's model.
         trained: the ids of its trained parameters.
+
+    Attributes:
+        averaged: whether there are buffers that workers average.
+        is_empty: whether the model has nothing but trained parameters.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[int]) -> None:
@@ -78,20 +82,11 @@ class Rest:
         averaged = {id(slot.first) for slot in self._slots}
         every = [*model.parameters(), *model.buffers()]
         self._fixed = [t.detach() for t in every if id(t) not in trained and id(t) not in averaged]
-        self._own = self._base = self._counted()
+        self.averaged, self.is_empty = bool(self._slots), not (self._slots or self._fixed)
+        self.begin()
 
     def _counted(self) -> list[int]:
         return [0 if (count := slot.read()) is None else int(count) for slot in self._counts]
-
-    @property
-    def averaged(self) -> bool:
-        """Whether there are buffers that workers average."""
-        return bool(self._slots)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the model has nothing but trained parameters."""
-        return not (self._slots or self._fixed)
 
     # All of it, as bytes -------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ class Session(RankListener):
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
+        may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
         consensus: how far the workers were apart just before the end.
@@ -108,6 +109,7 @@ class Session(RankListener):
         self.rank, self.size, self.seed = ports.rank, workers, seed
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
+        self.may_return = self.rank < workers and not strategy.synchronous
         self.device = torch.device(device)
         self.all_ranks = Comm(ports, elastic=elastic)
         self.listener, self.checkpointing = listener, checkpointing
@@ -290,11 +292,6 @@ class Session(RankListener):
             self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})
 
     # Around a step -------------------------------------------------------------------------------
-
-    @property
-    def may_return(self) -> bool:
-        """Whether this rank may rejoin after it was left behind."""
-        return self.rank < self.size and not self.strategy.synchronous
 
     def step_skipped(self) -> None:
         """Count a step that lies before the checkpoint that the run resumes from."""
