@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from torch import Tensor
 
@@ -51,8 +53,7 @@ class SoloMail(Mail):
         return None
 
     def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
-        before = self._windows.get(window)
-        version = 1 if before is None else before.version + 1
+        version = self._windows[window].version + 1 if window in self._windows else 1
         self._windows[window] = Published(version, x.clone(), header)
         return version
 
@@ -88,13 +89,11 @@ class SoloQueue(DataQueue):
     """Batches in their order."""
 
     def __init__(self) -> None:
-        self._drawn: dict[tuple[int, int], int] = {}
+        self._numbers: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
         self._closed = False
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        number = self._drawn.get((queue, epoch), 0)
-        self._drawn[queue, epoch] = number + 1
-        return number
+        return next(self._numbers[queue, epoch])
 
     def mark_used(self, queue: int, epoch: int, number: int) -> None:
         pass

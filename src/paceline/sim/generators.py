@@ -45,7 +45,6 @@ class Generators:
         self._active = -1
 
     def __enter__(self) -> Generators:
-        self._active = -1
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +40,8 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, dict[int, deque[Letter]]] = {}
-        self._firsts: dict[int, list[tuple[float, int, int]]] = {}
+        self._queues: dict[int, dict[int, deque[Letter]]] = defaultdict(lambda: defaultdict(deque))
+        self._firsts: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         self._posted: Counter[int] = Counter()
         self._count = 0
 
@@ -49,12 +49,7 @@ class Inbox:
         """Add a message; its time of arrival may be unknown yet (infinite)."""
         self._count += 1
         message.number = self._count
-        senders = self._queues.setdefault(message.tag, {})
-        queue = senders.get(message.src)
-        if queue is None:
-            senders[message.src] = deque((message,))
-        else:
-            queue.append(message)
+        self._queues[message.tag][message.src].append(message)
         if message.posted:
             self._posted[message.src] += 1
         if message.arrived_s < math.inf:
@@ -63,8 +58,8 @@ class Inbox:
     def note_arrival(self, message: Letter) -> None:
         """Record that the time at which a message arrives is known now."""
         if self._first(message.tag, message.src) is message and message.arrived_s < math.inf:
-            firsts = self._firsts.setdefault(message.tag, [])
-            heapq.heappush(firsts, (message.arrived_s, message.number, message.src))
+            entry = (message.arrived_s, message.number, message.src)
+            heapq.heappush(self._firsts[message.tag], entry)
 
     def posted_by(self, src: int) -> int:
         """The number of messages that ``src`` has posted and this rank has not received."""

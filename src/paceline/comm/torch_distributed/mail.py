@@ -76,15 +76,6 @@ class Announcement(NamedTuple):
         return self.numel * dtype_of(self.dtype).itemsize
 
 
-class _Held(NamedTuple):
-    """A vector on its way, which must stay until it was taken."""
-
-    dst: int
-    kind: int
-    work: Any
-    x: Tensor
-
-
 class _Fetch:
     """A vector on its way here. Waiting for it cannot be ended, so a thread does, and is left."""
 
@@ -115,8 +106,8 @@ class DistributedMail(Mail):
             self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
         self._inbox: list[tuple[int, Announcement]] = []
-        self._windows: dict[int, tuple[int, Announcement]] = {}
-        self._held: dict[int, _Held] = {}
+        self._windows: dict[int, Announcement] = {}
+        self._held: dict[int, tuple[tuple[int, int], Any]] = {}
         self._fetches: dict[tuple[int, int], _Fetch] = {}
         self._announced = [deque[Any](maxlen=_ANNOUNCED_KEPT) for _ in range(self.size)]
         self._shown: dict[int, tuple[Announcement, Tensor]] = {}
@@ -206,7 +197,7 @@ class DistributedMail(Mail):
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._peers.check()
         with self._changed:
-            held = sum(h.dst == dst and h.kind == Kind.POST for h in self._held.values())
+            held = [key for key, _ in self._held.values()].count((dst, Kind.POST))
         if held >= MAILBOX_CAPACITY or self.why_gone(dst) is not None:
             return False
         self._offer(dst, _announcement(Kind.POST, tag, x, header), _payload(x, header))
@@ -216,7 +207,8 @@ class DistributedMail(Mail):
         number = next(self._numbers)
         with self._changed:
             work = self._send(payload, dst, _FIRST_TAG + number % _TAGS)
-            self._held[number] = _Held(dst, announcement.kind, work, payload)
+            # What is on its way must stay until it was taken.
+            self._held[number] = (dst, announcement.kind), (work, payload)
         self._announce(dst, announcement._replace(number=number))
         return number
 
@@ -342,14 +334,11 @@ class DistributedMail(Mail):
             return None
         request = next(self._numbers)
         self._announce(src, Announcement(Kind.PEEK, tag=window, number=request))
-        found = self.wait(lambda: self._windows.pop(request, None), [src], f"peek at rank {src}")
-        if isinstance(found, Lost):
+        answer = self.wait(lambda: self._windows.pop(request, None), [src], f"peek at rank {src}")
+        if isinstance(answer, Lost) or answer.version == 0:
             return None
-        src, announced = found
-        if announced.version == 0:
-            return None
-        message = self._take(src, announced, None if like is None else like.view(-1))
-        return message and Published(announced.version, message.x, message.header)
+        message = self._take(src, answer, None if like is None else like.view(-1))
+        return message and Published(answer.version, message.x, message.header)
 
     # The service ---------------------------------------------------------------------------------
 
@@ -371,7 +360,7 @@ class DistributedMail(Mail):
             if announced.kind in (Kind.SEND, Kind.POST):
                 self._inbox.append((src, announced))
             elif announced.kind == Kind.WINDOW:
-                self._windows[announced.tag] = (src, announced)
+                self._windows[announced.tag] = announced
             elif announced.kind == Kind.TAKEN:
                 self._held.pop(announced.number, None)
             elif announced.kind == Kind.LEFT:
