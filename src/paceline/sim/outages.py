@@ -42,6 +42,8 @@ class Outages:
 
     def uncut_s(self, now_s: float, members: Sequence[int]) -> float:
         """The time from which on no link between ``members`` is cut; infinite if never."""
+        if not self._all:
+            return now_s
         cuts = [o for o in self._among(members) if o.share == 0]
         while on := [o.end_s for o in cuts if o.start_s <= now_s < o.end_s]:
             now_s = max(on)
