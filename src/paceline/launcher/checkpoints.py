@@ -155,11 +155,10 @@ class CheckpointCoordinator:
 
     def facts(self) -> dict[str, Any]:
         """The entries on checkpoints in the run's result."""
-        resumed_at = None if self.start is None else self.start.step
         return {
             "checkpoint": self.last,
             "checkpoint_error": self.error,
-            "resumed_at": resumed_at,
+            "resumed_at": None if self.start is None else self.start.step,
         }
 
     def how_to_resume(self) -> str:

@@ -181,6 +181,10 @@ def print_event(record: Metric) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+_LOSSES = {"lost", "rejoined", "outlived"}
+"""The events of a worker that was lost; one that was left behind was lost, too."""
+
+
 class RunRecorder:
     """Records metrics and events during a run, and makes its result in the end."""
 
@@ -243,6 +247,8 @@ class RunRecorder:
         last = max(own, key=lambda s: s.last_step_s, default=None)
         consensus = [s.consensus for s in own if s.consensus is not None]
         rates = [s.samples_per_s for s in own if s.samples_per_s is not None]
+        told = [e for e in self.events if e["event"] in {"joined", *_LOSSES}]
+        happened = [(e["event"], e["rank"]) for e in told if e["rank"] < workers]
         facts.setdefault("out", None if self.folder is None else str(self.folder.path))
         result = Result(
             strategy=strategy,
@@ -255,8 +261,8 @@ class RunRecorder:
             startup_seconds=max(0.0, own[0].first_wall_s - began_s) if own else 0.0,
             samples_per_s=sum(rates) if rates else None,
             bytes_sent=round(sum(summary.bytes_sent for summary in summaries)),
-            lost_workers=self._count("lost", workers),
-            joined_workers=self._count("joined", workers) + self._count("rejoined", workers),
+            lost_workers=len({rank for event, rank in happened if event in _LOSSES}),
+            joined_workers=sum(event in ("joined", "rejoined") for event, _ in happened),
             lost_batches=round(last.batches_lost) if last is not None else 0,
             dropped_updates=round(sum(summary.dropped for summary in summaries)),
             diverged=bool(own) and all(summary.set_aside for summary in own),
@@ -278,12 +284,6 @@ class RunRecorder:
         if result.model_error is not None:
             warnings.warn(str(NotSaved(result.out, result.model_error)), stacklevel=2)
         return result
-
-    def _count(self, event: str, workers: int) -> int:
-        """How often this happened to workers; being left behind counts as lost, once a worker."""
-        kinds = {"lost", "rejoined", "outlived"} if event == "lost" else {event}
-        happened = [e for e in self.events if e["event"] in kinds and e["rank"] < workers]
-        return len({e["rank"] for e in happened}) if event == "lost" else len(happened)
 
     def _last(self, name: str) -> Any:
         values = [record[name] for record in self.metrics if name in record]
