@@ -15,10 +15,11 @@ import signal
 import sys
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
-from support import hermetic
+from support import hermetic, warm
 from support.worlds import TRANSPORTS
 
 from paceline.cli import main
@@ -47,6 +48,15 @@ def paceline(tmp_path, monkeypatch, capsys):
         return wrote
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm_pool():
+    """From now on, pools of processes, which run the trials of a comparison, start fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        names = SimpleNamespace(executable=warm.python(), path=sys.path)
+        patch.setattr("paceline.lab.pool.sys", names)
+        yield
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

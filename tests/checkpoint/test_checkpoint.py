@@ -6,13 +6,13 @@ import json
 import os
 import struct
 import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support import warm
 from torch import nn
 from torch.optim import SGD, Adam
 
@@ -229,7 +229,7 @@ save_state(folder, "rank0", {"x": torch.ones(2), "step": 2})
 
 
 def test_a_kill_in_the_middle_of_a_write_leaves_the_old_state(tmp_path):
-    command = [sys.executable, "-c", _KILLED, str(tmp_path), "rank.write"]
+    command = [warm.python(), "-c", _KILLED, str(tmp_path), "rank.write"]
     assert subprocess.run(command, check=False).returncode == -9
     assert_same(load_state(tmp_path, "rank0"), {"x": torch.zeros(2), "step": 1})
     assert_same(round_trip(tmp_path, {"step": 3}), {"step": 3})

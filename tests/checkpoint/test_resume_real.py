@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import support
-from support import runs
+from support import runs, warm
 from support.resuming import HOW, SAMPLES, UNTIL, launch, train, train_until
 from support.worlds import on_shared_memory
 
@@ -28,15 +28,21 @@ pytestmark = pytest.mark.timeout(300)
 @contextmanager
 def launched(strategy: str, out: Path, resume: bool = False, **environment: str):
     """A launcher in its own process, after it has made a checkpoint or ended."""
-    program = f"from support.resuming import launch; launch({strategy!r}, {str(out)!r}, {resume})"
+    program = (
+        f"import sys; sys.executable = {sys.executable!r}  # so that the fork server is its child\n"
+        "import os; print(os.getpid(), flush=True)\n"
+        f"from support.resuming import launch; launch({strategy!r}, {str(out)!r}, {resume})"
+    )
     tests = str(Path(support.__file__).parent.parent)
     path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [warm.python(), "-c", program],
         env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    process.launcher = int(process.stdout.readline())
     before, end_s = latest(out), time.monotonic() + PATIENCE_S
     try:
         while latest(out) == before and process.poll() is None:
@@ -55,7 +61,7 @@ def launched(strategy: str, out: Path, resume: bool = False, **environment: str)
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     if launcher.poll() is not None:
         return []
-    fork_servers = runs.children_of(launcher.pid)
+    fork_servers = runs.children_of(launcher.launcher)
     return [rank for fork_server in fork_servers for rank in runs.children_of(fork_server)]
 
 
@@ -103,7 +109,7 @@ def test_a_signal_ends_a_run_after_a_final_checkpoint(number, strategy, tmp_path
     with launched(strategy, tmp_path) as process:
         before = latest(tmp_path)
         process.send_signal(number)
-        _, output = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=PATIENCE_S)
         assert process.returncode in (1, -signal.SIGINT)
     assert latest(tmp_path) > before
     step = int(latest(tmp_path).strip().removeprefix("step-"))
@@ -130,10 +136,10 @@ def test_a_second_signal_ends_a_run_that_makes_no_checkpoint(tmp_path):
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(1.0)  # or both signals would be one
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        _, output = process.communicate(timeout=2)
+        _, output = process.communicate(timeout=PATIENCE_S)
         assert "a second signal came" in output
 
 

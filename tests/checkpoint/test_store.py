@@ -8,7 +8,6 @@ import random
 import shutil
 import struct
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import warm
 
 import paceline as pl
 from paceline.checkpoint.disk import KINDS, POINTS, Disk
@@ -139,7 +139,7 @@ NEW_FROM = FAILPOINTS.index("manifest.folder")
 def killed(tmp_path_factory):
     """A folder for each failpoint, left by a process that was killed there."""
     folder = tmp_path_factory.mktemp("killed")
-    subprocess.run([sys.executable, "-c", _KILLED, str(folder), *FAILPOINTS], check=True)
+    subprocess.run([warm.python(), "-c", _KILLED, str(folder), *FAILPOINTS], check=True)
     return folder
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
+from support import warm
 
 SCRIPT = """
 import torch
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def output_of(folder, *arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments, "--json"],
+        [warm.python(), "-m", "paceline", *arguments, "--json"],
         capture_output=True,
         text=True,
         cwd=folder,

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.results import RESULT_KEYS
 
 from paceline.strategies import STRATEGIES
@@ -135,7 +136,7 @@ def test_torchrun_starts_a_run_too(tmp_path):
     launcher = ["torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]
     done = subprocess.run(
         [
-            sys.executable,
+            warm.python(),
             "-m",
             *launcher,
             "--rdzv-endpoint",
@@ -226,7 +227,7 @@ def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
         drain.start()
         process.send_signal(signal.SIGINT)
         try:
-            code = process.wait(20)
+            code = process.wait(60)
         finally:
             process.kill()
         drain.join()
@@ -234,7 +235,7 @@ def test_ctrl_c_ends_with_exit_code_130(world, tmp_path):
         assert process.stderr.read() == "paceline: interrupted\n"
 
 
-def test_compare_makes_a_row_for_each_run(outcome):
+def test_compare_makes_a_row_for_each_run(outcome, warm_pool):
     line = ["compare", "-w", "2,4", "--steps", 4, "-c", "wan", "--target", 0.1]
     output = outcome(*line, "--model", "mlp")
     setups = [(row["strategy"], row["workers"], row["cluster"]) for row in output["rows"]]
@@ -262,7 +263,7 @@ def test_compare_fits_a_narrow_terminal(paceline, monkeypatch):
 def test_a_terminal_shows_a_bar_with_rate_loss_and_time_left(tmp_path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "sim", "--epochs", "8", "-w", "4", "--model", "mlp"],
+        [warm.python(), "-m", "paceline", "sim", "--epochs", "8", "-w", "4", "--model", "mlp"],
         stdout=theirs,
         stderr=theirs,
         cwd=tmp_path,

@@ -39,7 +39,7 @@ def compared(outcome, *more, out="c"):
 
 
 @pytest.mark.transport("simulated")
-def test_every_seed_is_a_row(outcome, tmp_path):
+def test_every_seed_is_a_row(outcome, tmp_path, warm_pool):
     (tmp_path / "mine.py").write_text(SCRIPT)
     output = compared(outcome, "--seeds", 2, "--seed", 7)
     keys = [(r["workers"], r["strategy"], r["seed"]) for r in output["rows"]]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import warm
 from support.hermetic import outside
 
 import paceline as pl
@@ -34,6 +35,7 @@ from paceline.sim.models import MODELS, StandsFor
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 100
+INSTALLED = ("paceline doctor", "paceline strategies")
 
 
 class Block(NamedTuple):
@@ -93,10 +95,15 @@ def commands() -> list[tuple[Block, str]]:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Run a program that must succeed, with this interpreter's folder first in the path."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    """Run a program that must succeed, with our programs first in the path.
+
+    Some commands run by the programs that are installed, the others by those that start faster.
+    """
+    installed = any(text.startswith(INSTALLED) for text in command)
+    first = Path(sys.executable).parent if installed else warm.programs()
+    path = os.pathsep.join([str(first), os.environ.get("PATH", "")])
     roots = os.environ[outside.ROOTS]
-    if "paceline doctor" in " ".join(command):  # it looks for data
+    if "paceline doctor" in command:  # it looks for data
         roots = os.pathsep.join([roots, FOLDERS[0]])
     ended = subprocess.run(
         command,
@@ -130,7 +137,7 @@ def test_the_programs_of_a_page_run(page, tmp_path):
             lines += [""] * (block.first - 1 - len(lines)) + block.lines
     script = tmp_path / f"{page.stem.replace('-', '_').lower()}.py"
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    run([sys.executable, script.name], tmp_path)
+    run(["python", script.name], tmp_path)
 
 
 CLUSTER_KEYS = {f.name for f in dataclasses.fields(pl.Cluster)} - {"name", "about"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import warm
 from torch import nn
 from torch.optim import SGD
 
@@ -27,7 +28,7 @@ def run(folder, *command):
     here.mkdir(), temporary.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     ended = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [warm.python(), *map(str, command)],
         cwd=here,
         env={**environment, "TMPDIR": str(temporary)},
         capture_output=True,

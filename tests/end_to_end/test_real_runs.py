@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, load_file
-from support import runs
+from support import runs, warm
 from support.worlds import on_both, on_distributed, on_shared_memory
 
 import paceline as pl
@@ -314,9 +314,7 @@ def test_a_script_that_launches_without_a_guard_is_told_to_add_one(tmp_path):
     script.write_text(
         "import paceline as pl\ndef train(worker):\n    pass\npl.launch(train, workers=2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([warm.python(), str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert 'must be under if __name__ == "__main__":' in done.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import warm
 from support.runs import train
 
 import paceline as pl
@@ -84,7 +85,7 @@ def test_the_table_of_the_drill_shows_its_rows(monkeypatch, tmp_path):
 def test_the_gpu_check_compares_the_cpu_with_itself(tmp_path):
     chosen = ["--device", "cpu", "--strategies", "allreduce,downpour", "--optimizers", "momentum"]
     done = subprocess.run(
-        [sys.executable, GPU, *chosen], capture_output=True, text=True, cwd=tmp_path, check=False
+        [warm.python(), GPU, *chosen], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines, summary = done.stdout.splitlines()

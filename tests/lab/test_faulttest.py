@@ -3,8 +3,10 @@
 import importlib.util
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import warm
 
 from paceline.errors import UsageError
 from paceline.lab.faulttest.campaign import campaign, read_corpus, try_one
@@ -62,7 +64,7 @@ def test_a_schedule_of_the_corpus_breaks_no_law(schedule):
 
 
 @pytest.fixture(scope="module")
-def report():
+def report(warm_pool):
     return campaign(list(STRATEGIES), range(SEEDS))
 
 
@@ -148,7 +150,8 @@ def test_a_planted_bug_still_fits_the_source(bug, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["03", "06", "16"])
-def test_a_planted_bug_is_found(name):
+def test_a_planted_bug_is_found(name, monkeypatch):
+    monkeypatch.setattr(planted, "sys", SimpleNamespace(executable=warm.python()))
     (bug,) = planted.bugs([name])
     assert planted.find(bug, seeds=20).seeds is not None
 

@@ -21,7 +21,7 @@ def trial(strategy="allreduce", seed=0, **more):
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory):
+def batch(tmp_path_factory, warm_pool):
     """Three trials, one of them twice, run in two processes."""
     folder = tmp_path_factory.mktemp("trials")
     trials = [trial(), trial(seed=1), trial("sasgd(interval=2)"), trial()]

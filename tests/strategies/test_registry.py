@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 
 import paceline as pl
 from paceline import strategies
@@ -114,7 +115,7 @@ def outcome(tmp_path_factory):
 
     def run(line: str) -> dict[str, object]:
         done = subprocess.run(
-            [sys.executable, "-m", "paceline", *line.split(), "--json"],
+            [warm.python(), "-m", "paceline", *line.split(), "--json"],
             capture_output=True,
             text=True,
             cwd=tmp_path_factory.mktemp("here"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.comm.limits import Limits
+from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import Fault
 from paceline.common.reference import refer_to
 from paceline.launcher.supervisor import run_ranks
@@ -60,9 +61,13 @@ def run_program(
     limits: Limits | None = None,
     faults: Sequence[Fault] = (),
     cluster: str = "ethernet-1g",
+    policy: MembershipPolicy | None = None,
     **argument: Any,
 ) -> ProgramOutcome:
-    """Run ``program(transport, channel, argument)`` on ``size`` ranks of a world."""
+    """Run ``program(transport, channel, argument)`` on ``size`` ranks of a world.
+
+    ``policy`` tells the launcher of a real world what it does when a rank is lost.
+    """
     outcome = ProgramOutcome()
     try:
         if transport == "simulated":
@@ -73,6 +78,7 @@ def run_program(
                 [argument] * size,
                 transport=transport,
                 limits=limits,
+                policy=policy,
                 on_message=lambda rank, message: outcome.messages.append((rank, message)),
             )
     except Exception as error:

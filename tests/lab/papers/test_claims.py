@@ -364,6 +364,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.usefixtures("warm_pool")
 def test_the_command_runs_one_claim_and_does_not_repeat_its_runs(paceline, monkeypatch, folder):
     line = ("papers", "layered-equal", "--out", folder, "--seed", "2")
     data = json.loads(paceline(*line, "--json").out.splitlines()[-1])
