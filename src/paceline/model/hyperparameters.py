@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.optim import Optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[float]:
     """The numbers that a scheduler may change (lr, momentum, betas), group after group."""
-    names = _names(optimizer)
-    values = [group[name] for group in optimizer.param_groups for name in names]
-    return [float(number) for value in values for number in _numbers(value)]
+    numbers: list[float] = []
+    for group in optimizer.param_groups:
+        for name in _names(optimizer):
+            value = group[name]
+            numbers += map(float, value if isinstance(value, (tuple, list)) else [value])
+    return numbers
 
 
 def write_hyperparameters(optimizer: Optimizer, numbers: Sequence[float]) -> None:
@@ -31,14 +34,11 @@ def write_hyperparameters(optimizer: Optimizer, numbers: Sequence[float]) -> Non
 
 
 def _names(optimizer: Optimizer) -> list[str]:
-    """The settings that consist of numbers; a flag is none."""
-    kinds = (int, float, Tensor)
-    return [
-        name
-        for name, value in optimizer.defaults.items()
-        if all(isinstance(n, kinds) and not isinstance(n, bool) for n in _numbers(value))
-    ]
+    def is_number(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(is_number(item) for item in value)
+        if hasattr(value, "fill_"):
+            return True
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
 
-
-def _numbers(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else [value]
+    return [name for name, value in optimizer.defaults.items() if is_number(value)]
