@@ -212,12 +212,7 @@ class MeteredCollectives(Collectives):
         return self._inner.allocate(numel, like)
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         recorder, nbytes = self._recorder, x.nbytes if weight else 0
         recorder.sent("all_reduce", None, nbytes, members=len(members), first=members[0])

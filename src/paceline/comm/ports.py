@@ -168,12 +168,7 @@ class Collectives(Protocol):
     """Operations of several ranks at once."""
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         """Sum ``x`` over ``members``, in place; see :meth:`Comm.all_reduce`."""
 
@@ -249,17 +244,18 @@ class DataQueue(Protocol):
         """The workers that have come to the end of their data."""
 
 
-class Clock(Protocol):
-    """Time, and what computing costs where time is virtual; a real clock ignores every charge.
+class Clock:
+    """Time, and what computing costs where time is virtual; here nothing costs any.
 
     Attributes:
         charged_s: all that :meth:`charge` was given.
     """
 
-    charged_s: float
+    charged_s = 0.0
 
     def now(self) -> float:
         """Seconds on this world's clock, which never goes back."""
+        raise NotImplementedError
 
     def charge(self, seconds: float) -> None:
         """Let computing time pass."""
@@ -275,6 +271,7 @@ class Clock(Protocol):
 
     def set_model_size(self, nbytes: int, tensors: int) -> float:
         """Say how large the model is; return what a byte counts for where it stands for another."""
+        return 1.0
 
     def begin_step(self, step: int) -> None:
         """Say that step number ``step`` begins: faults of a schedule strike here."""

@@ -67,12 +67,7 @@ class SoloCollectives(Collectives):
     """The sum over one rank is its own vector."""
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         if weight and factor is not None:
             x.mul_(factor(weight))

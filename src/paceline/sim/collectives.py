@@ -128,12 +128,7 @@ class SimulatedCollectives(Collectives):
         self._own, self._world = own, own.world
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         """Let the owed time pass, arrive and wait for the end, blocked only once."""
         own = self._own

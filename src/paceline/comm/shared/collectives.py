@@ -240,12 +240,7 @@ class SharedCollectives(Collectives):
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         return self._group(members).all_reduce(x, weight, factor, flags)
 

@@ -58,12 +58,7 @@ class DistributedCollectives(Collectives):
         self._group(tuple(range(peers.size)))
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         group = self._group(members)
         total = self._agree(group, _ALL_REDUCE, x, weight, flags)

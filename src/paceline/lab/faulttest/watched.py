@@ -290,12 +290,7 @@ class WatchedCollectives(MeteredCollectives):
         self._scene = scene
 
     def all_reduce(
-        self,
-        x: Tensor,
-        weight: int,
-        members: tuple[int, ...],
-        factor: Factor | None = None,
-        flags: int = 0,
+        self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
         self._scene.acted()
         return super().all_reduce(x, weight, members, factor, flags)
