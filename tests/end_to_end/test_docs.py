@@ -23,7 +23,7 @@ from paceline.common.faults import KINDS, Fault
 from paceline.lab.tasks.recipe import FOLDERS
 from paceline.sim.cluster import (
     PRESETS,
-    Collectives,
+    CollectiveCosts,
     Compute,
     Handling,
     Link,
@@ -242,7 +242,17 @@ def test_the_contracts_page_names_every_operation():
 
 
 def test_the_simulators_page_names_every_key_preset_and_fault():
-    kinds = (pl.Cluster, Compute, Link, Loading, Collectives, Serving, Handling, StandsFor, Fault)
+    kinds = (
+        pl.Cluster,
+        Compute,
+        Link,
+        Loading,
+        CollectiveCosts,
+        Serving,
+        Handling,
+        StandsFor,
+        Fault,
+    )
     wanted = {f.name for kind in kinds for f in dataclasses.fields(kind)}
     assert wanted | set(PRESETS) | set(KINDS) | set(MODELS) <= words_of("simulator.md")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.common.faults import cut, degrade
-from paceline.sim.cluster import Cluster, Collectives, Link, Serving
+from paceline.sim.cluster import Cluster, CollectiveCosts, Link, Serving
 from paceline.sim.network import Network
 
 MB = 1_000_000
@@ -21,7 +21,7 @@ def network(per_node=1, *faults, **collectives):
             ranks_per_node=per_node,
             network=Link(latency_s=0.001, bytes_per_s=100 * MB),
             inside=Link(latency_s=0.0001, bytes_per_s=1000 * MB),
-            collectives=Collectives(**collectives),
+            collectives=CollectiveCosts(**collectives),
         ),
         faults,
     )
@@ -140,7 +140,7 @@ def test_collectives_take_what_their_closed_forms_say(
                 ranks_per_node=per_node,
                 network=between,
                 inside=inside,
-                collectives=Collectives(algorithm=algorithm, calls=calls),
+                collectives=CollectiveCosts(algorithm=algorithm, calls=calls),
             )
         )
         assert net.all_reduce(range(size), nbytes) == pytest.approx(calls * seconds)

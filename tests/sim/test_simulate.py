@@ -27,7 +27,7 @@ from paceline.common.faults import parse_fault
 from paceline.record.trace import read
 from paceline.sim.cluster import (
     Cluster,
-    Collectives,
+    CollectiveCosts,
     Compute,
     Link,
     Serving,
@@ -520,7 +520,7 @@ def test_one_call_a_tensor_counts_the_tensors_of_the_model_that_is_stood_for():
     link = Link(latency_s=0.01)
     times = {}
     for calls in (0, 1):
-        cluster = Cluster(network=link, collectives=Collectives(algorithm="ring", calls=calls))
+        cluster = Cluster(network=link, collectives=CollectiveCosts(algorithm="ring", calls=calls))
         times[calls] = [
             pl.simulate(train, workers=2, cluster=cluster, as_model=model).virtual_seconds
             for model in (None, "resnet18")

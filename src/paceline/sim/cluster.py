@@ -127,7 +127,7 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives:
+class CollectiveCosts:
     """How all-reduces and broadcasts are made.
 
     Args:
@@ -198,7 +198,7 @@ class Cluster:
     inside: Link = field(default_factory=Link)
     compute: Compute = field(default_factory=Compute)
     loading: Loading = field(default_factory=Loading)
-    collectives: Collectives = field(default_factory=Collectives)
+    collectives: CollectiveCosts = field(default_factory=CollectiveCosts)
     serving: Serving = field(default_factory=Serving)
     handling: Handling = field(default_factory=Handling)
     stands_for: StandsFor | None = None

@@ -16,7 +16,7 @@ Shape = tuple[str, int, dtype]
 """The operation, the number of elements and their dtype."""
 
 
-class Group:
+class SimulatedGroup:
     """Members that call collectives together, and by number those that not all have joined."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from paceline.common.seeds import user_seed
 from paceline.errors import LeftBehind, PeerLost
 from paceline.sim.clock import SimulatedClock
 from paceline.sim.cluster import Cluster
-from paceline.sim.collectives import Collective, Group, SimulatedCollectives
+from paceline.sim.collectives import Collective, SimulatedCollectives, SimulatedGroup
 from paceline.sim.compute import Costs
 from paceline.sim.generators import Generators
 from paceline.sim.inbox import Inbox
@@ -96,7 +96,7 @@ class World:
         self.queues: dict[int, list[int]] = {}
         self.in_hand: list[set[Batch]] = [set() for _ in range(size)]
         self.returned: list[Batch] = []
-        self.groups: defaultdict[tuple[Any, ...], Group] = defaultdict(Group)
+        self.groups: defaultdict[tuple[Any, ...], SimulatedGroup] = defaultdict(SimulatedGroup)
         self.departed: dict[int, str] = {}
         self.behind: set[int] = set()
         self.frozen: frozenset[int] = frozenset()

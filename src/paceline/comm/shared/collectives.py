@@ -11,7 +11,7 @@ A rank that dies has either finished or not, and every survivor sees the same. O
 for too long is killed first: what it has done is then final.
 
 Training repeats the same few operations on the same vectors, so what can be known of them once
-(views, blocks, indices of words) is kept in the :class:`Group`.
+(views, blocks, indices of words) is kept in the :class:`SharedGroup`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPS = {_ALL_REDUCE: "all_reduce", _BROADCAST: "broadcast"}
 _KEPT_PLANS = 8
 
 
-class Entry(NamedTuple):
+class Arrival(NamedTuple):
     """What one member brings to a collective."""
 
     op: int
@@ -78,7 +78,7 @@ class SumPlan(NamedTuple):
     copies: list[tuple[Any, Any]]
 
 
-class Group:
+class SharedGroup:
     """This rank's part in the collectives of one set of members, in one incarnation of each."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Group:
             [layout.entry(rank, slot, number) for rank in ranks] for number in range(AHEAD)
         ]
         self._number, self._op = 0, _ALL_REDUCE
-        self._plans: list[tuple[list[Entry], SumPlan]] = []
+        self._plans: list[tuple[list[Arrival], SumPlan]] = []
         self._sums: list[Region | None] = [None] * AHEAD
 
     def _slot(self) -> int:
@@ -148,7 +148,7 @@ class Group:
 
     def _arrive(
         self, op: int, x: Tensor, weight: int, region: Region, flags: int = 0
-    ) -> list[Entry]:
+    ) -> list[Arrival]:
         """Name this rank's vector, and wait for the others; return what each of them brought."""
         self._op = op
         self._number += 1
@@ -157,11 +157,11 @@ class Group:
         part_bytes = -(-x.numel() // len(self._ranks)) * x.element_size()
         sum_offset = self._reserve(part_bytes).offset if op == _ALL_REDUCE else 0
         dtype = DTYPES.index(x.dtype)
-        entry = Entry(op, x.numel(), dtype, weight, region.offset, sum_offset, flags)
+        entry = Arrival(op, x.numel(), dtype, weight, region.offset, sum_offset, flags)
         words = self._shared.words
         words.write(indices[self._own], entry)
         self._meet(_ARRIVED)
-        entries = [Entry(*words.read(index, ENTRY_WORDS)) for index in indices]
+        entries = [Arrival(*words.read(index, ENTRY_WORDS)) for index in indices]
         for rank, its in zip(self._ranks, entries, strict=True):
             if its[:3] != entry[:3]:
                 raise MessageMismatch(
@@ -195,7 +195,7 @@ class Group:
 
     # Sums ----------------------------------------------------------------------------------------
 
-    def _plan(self, entries: list[Entry]) -> SumPlan:
+    def _plan(self, entries: list[Arrival]) -> SumPlan:
         """How to sum these vectors; kept for the next time."""
         for known, plan in self._plans:
             if known == entries:
@@ -204,7 +204,7 @@ class Group:
         self._plans = [(entries, plan), *self._plans[: _KEPT_PLANS - 1]]
         return plan
 
-    def _make_plan(self, entries: list[Entry]) -> SumPlan:
+    def _make_plan(self, entries: list[Arrival]) -> SumPlan:
         arena, size = self._shared.arena, len(self._ranks)
         numel, dtype = entries[0].numel, DTYPES[entries[0].dtype]
         vectors = [arena.array(entry.offset, numel, dtype) for entry in entries]
@@ -237,7 +237,7 @@ class SharedCollectives(Collectives):
 
     def __init__(self, members: SharedMembers, regions: Regions) -> None:
         self._members, self._regions = members, regions
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], SharedGroup] = {}
 
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
@@ -252,12 +252,12 @@ class SharedCollectives(Collectives):
             return like.new_zeros(numel)
         return self._members.shared.arena.new_tensor(numel, like.dtype)
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
+    def _group(self, ranks: tuple[int, ...]) -> SharedGroup:
         members = self._members
         members.check()
         group, incarnations = self._groups.get(ranks), {r: members.incarnation(r) for r in ranks}
         if group is None or group.incarnations != incarnations:
-            group = Group(members, self._regions, incarnations)
+            group = SharedGroup(members, self._regions, incarnations)
             self._groups[ranks] = group
         return group
 

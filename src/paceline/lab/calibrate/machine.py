@@ -22,7 +22,7 @@ from paceline.lab.tasks.recipe import batch_of
 from paceline.record.folder import provenance
 from paceline.sim.cluster import (
     Cluster,
-    Collectives,
+    CollectiveCosts,
     Compute,
     Handling,
     Link,
@@ -113,7 +113,7 @@ class Calibration:
             inside=link,
             compute=Compute(step_s=self.gradient.start, sample_s=self.gradient.slope, **kinds),
             loading=Loading(batch_s=self.loading.start, sample_s=self.loading.slope),
-            collectives=Collectives(algorithm="ring"),
+            collectives=CollectiveCosts(algorithm="ring"),
             serving=Serving(bytes_per_s=1 / self.serve.slope),
             handling=Handling(**{kind: _link(line) for kind, line in self.work.items()}),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.sim.cluster import Cluster, Collectives, Compute, Link, Loading, load_cluster
+from paceline.sim.cluster import Cluster, CollectiveCosts, Compute, Link, Loading, load_cluster
 from paceline.sim.models import MODELS, StandsFor
 
 BATCH_S = 1e-3 + 16 * 3e-4
@@ -35,10 +35,10 @@ def without_network(cluster: Cluster) -> Cluster:
 
 AUTHORS = "a call for each tensor"
 LOADERS = {
-    AUTHORS: (Collectives(algorithm="ring", calls=0), 0),
-    "one fused ring": (Collectives(algorithm="ring", calls=1), 0),
-    "a call for each tensor, prefetching": (Collectives(algorithm="ring", calls=0), 2),
-    "one fused ring, prefetching": (Collectives(algorithm="ring", calls=1), 2),
+    AUTHORS: (CollectiveCosts(algorithm="ring", calls=0), 0),
+    "one fused ring": (CollectiveCosts(algorithm="ring", calls=1), 0),
+    "a call for each tensor, prefetching": (CollectiveCosts(algorithm="ring", calls=0), 2),
+    "one fused ring, prefetching": (CollectiveCosts(algorithm="ring", calls=1), 2),
 }
 """The collectives, and how many batches are loaded ahead; the first is as in the authors' code."""
 
