@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.common.options import at_least
 from paceline.strategies.about import About
 from paceline.strategies.offers import OfferStrategy
-from paceline.strategies.pairs import Note, candidates, draw
+from paceline.strategies.pairs import Note, pick
 from paceline.strategies.toolbox.guard import norm
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ class ADPSGD(OfferStrategy):
     def _offer(self, x: Tensor) -> None:
         """Offer this model to a peer, unless another has still to answer."""
         if (partners := self.free_partners()) is not None:
-            rank = self.comm.rank
-            peer = draw(candidates(self.topology, partners, rank), self.seed, rank, self.steps)
+            peer = pick(self.topology, partners, self.seed, self.comm.rank, self.steps)
             if peer is not None:
                 self.offer(x, peer, OFFER)

@@ -11,7 +11,7 @@ from paceline.common.options import at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
 from paceline.strategies.about import About
-from paceline.strategies.pairs import Note, PairStrategy, average, candidates, draw
+from paceline.strategies.pairs import Note, PairStrategy, average, pick
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,8 +151,7 @@ class Gossip(PairStrategy):
         return [message.x for message in arrived if self._admits(message, x)]
 
     def _pick_peer(self) -> int | None:
-        rank = self.comm.rank
-        return draw(candidates(self.topology, self.partners(), rank), self.seed, rank, self.steps)
+        return pick(self.topology, self.partners(), self.seed, self.comm.rank, self.steps)
 
     def _admits(self, message: Message, x: Tensor) -> bool:
         """Whether the model in a message can be trusted; if so, count how old it is."""

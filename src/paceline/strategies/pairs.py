@@ -18,7 +18,7 @@ from paceline.common.seeds import stream
 from paceline.errors import PeersGone
 from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import ABSURD, is_sound, norm
-from paceline.strategies.toolbox.topology import AllBut, Topology, neighbours
+from paceline.strategies.toolbox.topology import Topology, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,19 +168,18 @@ class PairStrategy(Strategy):
 # Peers -------------------------------------------------------------------------------------------
 
 
-def candidates(topology: Topology, peers: Sequence[int], rank: int) -> Sequence[int]:
-    """Whom ``rank`` may pick among ``peers``, which are in order and hold it."""
-    place = bisect_left(peers, rank)
-    if topology == "complete":
-        return AllBut(peers, place)
-    return [peers[other] for other in neighbours(topology, place, len(peers))]
+def pick(topology: Topology, peers: Sequence[int], seed: int, rank: int, step: int) -> int | None:
+    """The peer that ``rank`` picks at this step; the same whoever asks.
 
-
-def draw(among: Sequence[int], seed: int, rank: int, step: int) -> int | None:
-    """The one that ``rank`` picks at this step; the same whoever asks."""
-    if not among:
+    ``peers`` are in order, and hold ``rank``. In a complete graph it draws from all others without
+    a list of them: there may be thousands.
+    """
+    place, complete = bisect_left(peers, rank), topology == "complete"
+    places = range(len(peers) - 1) if complete else neighbours(topology, place, len(peers))
+    if not places:
         return None
-    return among[int(stream(seed, "peer", rank, step).integers(len(among)))]
+    drawn = places[int(stream(seed, "peer", rank, step).integers(len(places)))]
+    return peers[drawn + (complete and drawn >= place)]
 
 
 class Picks(NamedTuple):
@@ -195,10 +194,10 @@ def all_picks(topology: Topology, peers: tuple[int, ...], seed: int, step: int) 
     """The draws of all ``peers``; those of one process share them."""
     picks = Picks({}, {})
     for rank in peers:
-        pick = draw(candidates(topology, peers, rank), seed, rank, step)
-        if pick is not None:
-            picks.of[rank] = [pick]
-            picks.who_picked.setdefault(pick, []).append(rank)
+        peer = pick(topology, peers, seed, rank, step)
+        if peer is not None:
+            picks.of[rank] = [peer]
+            picks.who_picked.setdefault(peer, []).append(rank)
     return picks
 
 

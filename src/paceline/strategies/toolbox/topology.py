@@ -6,8 +6,7 @@ a row. Strategies count places among those alive, so that a ring closes again wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal
 
 Topology = Literal["complete", "ring", "exponential"]
 
@@ -23,31 +22,6 @@ def neighbours(topology: Topology, place: int, size: int) -> list[int]:
     hops = [1, size - 1] if topology == "ring" else [1 << k for k in range(size.bit_length())]
     found = {(place + hop) % size for hop in hops if 0 < hop < size}
     return sorted(found - {place})
-
-
-class AllBut(Sequence[int]):
-    """All of some ranks but the one at a place: the neighbours in a complete graph, not copied.
-
-    >>> list(AllBut([3, 5, 8], 1)), AllBut([3, 5, 8], 1)[1]
-    ([3, 8], 8)
-    """
-
-    def __init__(self, peers: Sequence[int], place: int) -> None:
-        self._peers, self._place = peers, place
-
-    def __len__(self) -> int:
-        return len(self._peers) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [*self][index]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._peers[index + (index >= self._place)]
 
 
 def groups(members: int, group_size: int) -> list[range]:
