@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 
 # On some processors the bits of a matrix product depend on the addresses of its inputs, but tests
-# compare models at different addresses. torch reads this variable when it is first imported.
-os.environ["MKL_CBWR"] = "COMPATIBLE"
+# compare models at different addresses. With more threads than cores, as several processes of
+# pytest have, small operations wait for each other most of the time. torch reads these variables
+# when it is first imported.
+os.environ |= {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 
 import signal
 import sys

@@ -35,7 +35,7 @@ LOADED = (
     "torch.utils.data",
     "typer",
 )
-AT_START = ("GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
+AT_START = ("GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON")
 """The variables that Python or a loaded library has read already begin with one of these."""
 READ_AGAIN = ("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED")
 SPARE_FD = 512
