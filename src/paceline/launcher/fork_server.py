@@ -140,6 +140,9 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     import torch
 
+    import paceline.comm.shared.world
+    import paceline.launcher.launch  # noqa: F401 - a rank needs these, and would import them itself
+
     torch.optim.SGD([torch.zeros(1)]).zero_grad()  # the first call loads torch's compiler
     gc.collect()
     gc.freeze()
