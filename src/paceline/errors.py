@@ -129,7 +129,7 @@ class LeftBehind(Exception):
 
 
 class Outlived(BaseException):
-    """Ends a rank that was left behind and cannot rejoin, because the others have finished."""
+    """Ends a rank that was left behind and cannot rejoin."""
 
 
 class RunLost(BaseException):

@@ -347,7 +347,7 @@ def messages_and_losses(ports: Any, channel: Any, argument: Any) -> Any:
     try:
         while True:
             got = comm.receive_any(vector(0))
-            heard.append([got.rank, None] if isinstance(got, Lost) else [got.src, got.x.item()])
+            heard.append([got.src, None if isinstance(got, Lost) else got.x.item()])
             if [1, None] in heard and [2, None] in heard and comm.board.post(vector(0), 3, tag=1):
                 channel.send({"kind": "heard", "heard": heard})
     except PeersGone:

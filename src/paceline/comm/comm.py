@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHANGE_S = 30.0
-"""How long a rank that finds all others lost waits for one of them to come back."""
+"""How long a rank that finds all others lost waits for one of them, before it gives up."""
 
 
 class Comm:
@@ -53,6 +53,7 @@ class Comm:
         self.members = GroupMembers(ports, self.ranks)
         self.board = Board(ports, self.ranks)
         self.present: Sequence[int] = everyone(self.size)
+        self._last_members = self.ranks
         self.collectives_done = 0
         self._mail, self._world = ports.mail, ports.members
         self._all_reduce = ports.collectives.all_reduce
@@ -99,8 +100,7 @@ class Comm:
         The loss of ``src`` is returned in place of a message, and its ``x`` raises.
         """
         peer = self._peer(src)
-        got = self._mail.receive(like, (peer,), tag, f"receive from rank {peer}")
-        return got if isinstance(got, Lost) else got._replace(src=src)
+        return self._mail.receive(like, (peer,), tag, f"receive from rank {peer}")._replace(src=src)
 
     def receive_any(self, like: Tensor, tag: int = 0) -> Message | Lost:
         """Wait for a message from anyone; and return once each rank that died or departed.
@@ -113,7 +113,8 @@ class Comm:
         """
         index_of = self.ranks.index_of
         if (rank := self._unreported_loss()) is not None:
-            return Lost((index_of[rank],), "receive_any", "it was lost, and has come again")
+            why = "it was lost, and has come again"
+            return Lost((rank,), "receive_any", why, src=index_of[rank])
         incarnation, early = self._early.pop(tag, (0, None))
         if early is not None and self._world.incarnation(early.src) == incarnation:
             return early._replace(src=index_of[early.src])
@@ -122,8 +123,9 @@ class Comm:
             raise PeersGone
         got = self._mail.receive(like, sources, tag, "receive_any", any_loss=True)
         if isinstance(got, Lost):
-            self._gone.add(got.rank, self._world.view().last_ended(got.rank))
-            return got._replace(ranks=(index_of[got.rank],))
+            rank = got.ranks[0]
+            self._gone.add(rank, self._world.view().last_ended(rank))
+            return got._replace(src=index_of[rank])
         if (incarnation := self._world.incarnation(got.src)) > self._incarnations.get(got.src, 1):
             self._early[tag] = incarnation, got  # the loss of its predecessor comes first
             return self.receive_any(like, tag)
@@ -203,7 +205,8 @@ class Comm:
 
     def _took_part(self, members: Ranks) -> None:
         self.collectives_done += 1
-        if members is not self.ranks:
+        if members is not self._last_members:
+            self._last_members = members
             self.present = tuple(self.ranks.index_of[rank] for rank in members)
 
     def _leave_out(self, lost: PeerLost, needed: int = -1) -> None:
@@ -330,7 +333,8 @@ class GroupMembers:
         self._world.wait_for_successor(self._ranks[rank], incarnation)
 
     def wait_for_change(self, error: Exception) -> None:
-        """Wait until a rank has come or gone; raise ``error`` when none does for a long time."""
+        """Wait until a rank has come or gone; when none does for long, raise that ``error`` left
+        nobody to join."""
         if not self._world.wait_for_change(CHANGE_S):
             raise PeerLost(self._ranks, "joining", "nobody is left", CHANGE_S) from error
 

@@ -167,7 +167,7 @@ class MeteredMail(Mail):
         if not isinstance(got, Lost):
             recorder.note("recv", got.src, got.nbytes, tag=tag, wait_s=recorder.waited_s)
         elif any_loss:
-            recorder.note("gone", got.rank, wait_s=recorder.waited_s)
+            recorder.note("gone", got.ranks[0], wait_s=recorder.waited_s)
         return got
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
@@ -368,3 +368,9 @@ class MeteredPorts(Ports):
 
     def close(self) -> None:
         self.inner.close()
+
+    def give_up(self) -> None:
+        self.inner.give_up()
+
+    def first_loss(self, error: PeerLost) -> PeerLost:
+        return self.inner.first_loss(error)

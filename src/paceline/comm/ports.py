@@ -43,17 +43,18 @@ class Message(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """In place of a message: the ranks that it could have come from are gone."""
+    """In place of a message: the ranks that it could have come from are gone.
+
+    Attributes:
+        ranks: these, as the whole world counts them.
+        src: the first of them, as the Comm counts it that returns this.
+    """
 
     ranks: tuple[int, ...]
     op: str
     reason: str
     waited_s: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        """The first of them."""
-        return self.ranks[0]
+    src: int = -1
 
     @property
     def x(self) -> Tensor:
@@ -79,10 +80,6 @@ class Total(NamedTuple):
 
     weight: int
     flags: int = 0
-
-    def __bool__(self) -> bool:
-        """Whether anybody handed in anything."""
-        return self.weight > 0
 
 
 class View(NamedTuple):
@@ -270,7 +267,7 @@ class Clock:
         """Say that this rank is a server: :meth:`charge_update` covers all that its core does."""
 
     def set_model_size(self, nbytes: int, tensors: int) -> float:
-        """Say how large the model is; return what a byte counts for where it stands for another."""
+        """Say how large the model is; return the factor from real bytes to simulated ones."""
         return 1.0
 
     def begin_step(self, step: int) -> None:

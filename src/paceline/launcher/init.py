@@ -96,7 +96,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         listener=Listener(metric=log, event=print_event),
     )
     try:
-        with noting_origin(session, ports):
+        with noting_origin(session):
             try:
                 yield session
                 session.finish()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from paceline.comm.ports import Ports
 from paceline.errors import PacelineError, PeerLost, RunLost, ServingDone
 from paceline.launcher.spec import Train
 from paceline.training.session import Session
@@ -15,18 +14,18 @@ from paceline.training.worker import Worker
 
 def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> None:
     """Train and finish; a serving rank ends in ``worker.setup``."""
-    with noting_origin(session, session.ports), suppress(ServingDone):
+    with noting_origin(session), suppress(ServingDone):
         train(Worker(session), **arguments)
         session.finish()
 
 
 @contextmanager
-def noting_origin(session: Session, ports: Ports) -> Iterator[None]:
+def noting_origin(session: Session) -> Iterator[None]:
     """Note on which rank and when an error occurred; of a lost run, raise its first loss."""
     try:
         yield
     except (RunLost, PeerLost) as end:
-        loss = end.loss if isinstance(end, RunLost) else ports.first_loss(end)
+        loss = end.loss if isinstance(end, RunLost) else session.ports.first_loss(end)
         loss.add_note(_origin(session))
         raise loss from None
     except PacelineError as error:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.launchers import LOOPBACK
 from paceline.comm.limits import Limits
 from paceline.errors import PeerLost, UsageError
 
@@ -64,7 +65,7 @@ def _connect_memory(config: Config, fd: int, report: Report) -> Ports:
 @contextmanager
 def _open_listener(size: int) -> Iterator[int]:
     """A socket on the loopback, at which rank 0 serves torch's store."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         yield listener.fileno()
 
 

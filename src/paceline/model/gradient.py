@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The gradient of one worker in one step; an exchange returns a new ``Gradient``.
+    """The gradient of one worker in one step; its fields never change.
 
     The values themselves are in the parameters' ``.grad``: an exchange changes them in place, and
     the user's optimizer reads them there.

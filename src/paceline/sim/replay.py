@@ -270,7 +270,7 @@ class ReplayedMail(SimulatedMail):
             return None
         message = super().receive(like, (due["peer"],), tag, "poll")
         if isinstance(message, Lost):
-            raise self._script.mismatch(f"the end of rank {message.rank}")
+            raise self._script.mismatch(f"the end of rank {message.ranks[0]}")
         return message
 
     def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:

@@ -32,7 +32,7 @@ STRATEGIES = {
     "ssp": "paceline.strategies.ssp:SSP",
     "adpsgd": "paceline.strategies.adpsgd:ADPSGD",
 }
-"""Name to class. A new method is one file, and one line here."""
+"""Name to class. A new method is one file, and one line at the end of this."""
 
 SYNC_FORMS = {
     "easgd": "paceline.strategies.easgd_sync:EASGDSync",

@@ -30,7 +30,7 @@ class Role(NamedTuple):
 
     Attributes:
         name: of the role.
-        home: the worker that it lives beside in a simulated cluster; None: its place is its own.
+        home: the worker that it lives beside in a simulated cluster; None: a place of its own.
     """
 
     name: str
@@ -43,7 +43,7 @@ WORKER, SERVER = Role("worker"), Role("server")
 class Traits(Place):
     """What a method says of itself.
 
-    Class attributes, or properties where it depends:
+    Class attributes, or properties where it depends (but not ``state``):
         paper: the reference, in one line.
         about: what users read beside the docstring.
         synchronous: whether workers wait for each other. If so, loaders shard each global batch;
@@ -79,7 +79,7 @@ class Traits(Place):
         return int(getattr(self, "interval", 1)) if self.synchronous else None
 
     def lr_factor(self, workers: int) -> float:
-        """What the learning rate of one large batch wants to be multiplied by."""
+        """The factor for the learning rate of one large batch."""
         return 1 / workers if self.adds_up else 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Traits(Place):
             raise UsageError(f"state {sorted(state)} must hold {sorted(self._state_names())}")
         device = self.replica.flat.x.device
         for name, value in state.items():
-            setattr(self, name, value.to(device) if hasattr(value, "to") else value)
+            setattr(self, name, _moved(value, device))
 
     def _state_names(self) -> set[str]:
         return {name for cls in type(self).__mro__ for name in vars(cls).get("state", ())}
@@ -162,6 +162,15 @@ class Strategy(Traits, Roles, ABC):
     def finish(self, x: Tensor) -> None:
         """At the end of this worker's data: flush, and leave the answer in ``x``."""
         x.copy_(self.answer(x))
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """A value of a state with its tensors on ``device``."""
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(each, device) for each in value)
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def workers_in(strategy: Strategy, size: int) -> int:

@@ -121,5 +121,4 @@ class CenterServer(ShardServer):
 
     def on_repeat(self, worker: int) -> None:
         """The move of the first reply is not known any more: the worker misses this exchange."""
-        self.missed += 1
         self.reply(worker, self.shard.new_zeros(self.shard.shape))

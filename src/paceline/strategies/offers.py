@@ -1,4 +1,4 @@
-"""What a method shares whose workers make offers to peers, and wait for no answer.
+"""For methods whose workers make offers to peers, and wait for no answer.
 
 An offer is open until its peer answers it. A peer that is lost never does, and its next incarnation
 never saw the offer: such offers are forgotten.
@@ -65,7 +65,7 @@ class OfferStrategy(PairStrategy):
         if workers.size == 1:  # nobody waits with it until its offers are answered
             return 0
         self._forget_lost(set(workers.ranks).intersection(self.comm.members.alive()))
-        waited_for = self.replica.flat.x.new_zeros(1)  # takes time, as what it waits for does
+        waited_for = self.replica.flat.x.new_zeros(1)  # summed to let time pass; the weight counts
         return workers.all_reduce(waited_for, len(self._open)).weight
 
     def _forget_lost(self, live: Collection[int]) -> None:

@@ -179,7 +179,7 @@ class Seat:
         received = self._comm.receive_any(_nothing(), TOKEN)
         if not isinstance(received, Lost):
             self._take(received)
-        elif (server := received.rank) in self._services:
+        elif (server := received.src) in self._services:
             self._services[server].await_successor(self._comm.members.view().last_ended(server))
 
     def _take(self, message: Message) -> None:

@@ -258,7 +258,8 @@ class PushStrategy(ServerStrategy):
     gradient is clipped by its worker, before it is pushed; then the worker adds weight decay to it,
     if the parameter has one, at the model that it was computed at. Only where decay is no part of
     the gradient, as in AdamW, does the server shrink its model by ``lr * weight_decay``, for each
-    gradient in a push; the share of them that each parameter has one in is sent along.
+    gradient in a push. With a push goes, for each parameter, the share of its gradients that
+    include the parameter.
 
     Attributes:
         pending: the gradients that are still to be pushed.
@@ -266,7 +267,7 @@ class PushStrategy(ServerStrategy):
         accrued: their sum.
     """
 
-    adds_up: ClassVar[bool] = True  # and a push is the older the more workers there are
+    adds_up: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("pending", "given", "accrued")
 
     server_optimizer: ServerOptimizer = "user"

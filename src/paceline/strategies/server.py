@@ -17,7 +17,6 @@ from paceline.strategies.service import (
     ADOPT,
     CALL,
     DROPPED,
-    INCARNATION,
     REPLY,
     REQUEST,
     Numbered,
@@ -65,7 +64,7 @@ class Server(ABC):
         while not self.over:
             received = self.clients.receive_any(like, REQUEST)
             if isinstance(received, Lost):
-                self.on_leave(received.rank)
+                self.on_leave(received.src)
                 continue
             message = Numbered.of(received)
             if message.number == CALL:
@@ -104,7 +103,8 @@ class Server(ABC):
 class ShardServer(Server):
     """A server that holds a shard of the model, which requests change.
 
-    A method with servers writes :meth:`on_request`, and what else it needs of the next three.
+    A method with servers writes :meth:`on_request`, and where it needs to :meth:`on_repeat`,
+    :meth:`on_leave` and :meth:`size_of`.
 
     Attributes:
         shard: the vector. Change it in place.
@@ -112,7 +112,6 @@ class ShardServer(Server):
         done: the ledger: of each worker, the number of its last request that was applied.
         clocks: of each worker, a number for the method to use; ``ABSENT``: it does not take part.
         generation: a number for the method to use. A successor takes over all of these.
-        missed: how many requests were lost with a server.
     """
 
     method: ServerStrategy
@@ -122,7 +121,7 @@ class ShardServer(Server):
         super().__init__(method)
         self.comm.clock.mark_as_server()
         self.shard = method.vector_at(self.comm.rank).clone()
-        self.version = self.missed = 0
+        self.version = 0
         self.done = [0] * method.workers
         first = method.first_workers()
         self.clocks = [0 if rank in first else ABSENT for rank in range(method.workers)]
@@ -187,12 +186,10 @@ class ShardServer(Server):
         self.publish()
 
     def on_message(self, worker: int, message: Numbered) -> None:
-        request, known = Request.of(message), self.done[worker]
-        if request.number <= known and not request.join:
+        request = Request.of(message)
+        if request.number <= self.done[worker] and not request.join:
             self.on_repeat(worker)
             return
-        if not request.join and request.number // INCARNATION == known // INCARNATION:
-            self.missed += request.number - known - 1
         self.done[worker] = request.number
         if request.join == ADOPT:
             self.shard.copy_(message.vector)
@@ -241,7 +238,7 @@ class ShardServer(Server):
         for name in self._state:
             setattr(self, name, state[name])
 
-    _state = ("version", "missed", "generation", "done", "clocks")
+    _state = ("version", "generation", "done", "clocks")
 
 
 class GradientServer(ShardServer):

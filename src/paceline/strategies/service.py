@@ -116,7 +116,7 @@ class Reply(NamedTuple):
     Attributes:
         number: of the request.
         version: how many updates are in the shard.
-        accepted: whether the request was applied; ``DROPPED``: all but its vector.
+        accepted: whether the request was applied; ``DROPPED``: it was, without its vector.
         next_worker: whose turn it is next, where workers take turns; -1: nobody's.
         stale_count: updates so far; then their staleness, summed, and the largest.
     """

@@ -2,12 +2,12 @@
 
 All ranks stand still at a rendezvous while a checkpoint is made. The first worker decides when
 (:class:`CallAgreement`); in methods whose workers keep step, each worker also counts the steps by
-itself (:class:`CountAgreement`). A worker comes between two batches, when the body of its loop is
-through. The first worker then calls the servers and communicators. Nobody is in the middle of
-anything, so what each rank holds, with the messages that wait for it, is the whole state of the
-run. Each rank comes in the incarnation in which it was called; if one of these has ended, the
-rendezvous is given up. A rank that was not called, because it was lost or comes late, is not in the
-checkpoint: it joins the run that resumes from it.
+itself (:class:`CountAgreement`). A worker comes between two batches, after the body of its loop.
+The first worker then calls the servers and communicators. Nobody is in the middle of anything, so
+what each rank holds, with the messages that wait for it, is the whole state of the run. Each rank
+comes in the incarnation in which it was called; if one of these has ended, the rendezvous is given
+up. A rank that was not called, because it was lost or comes late, is not in the checkpoint: it
+joins the run that resumes from it.
 
 A resumed run calls ``train`` from its top. Until the loop reaches the point of the checkpoint the
 worker only catches up: loaders return one batch of each completed epoch, and steps are skipped.
@@ -70,7 +70,7 @@ class CallAgreement:
 
     def __init__(self, plan: Plan, session: Session) -> None:
         assert session.ports.rendezvous is not None  # the launcher refuses checkpoints elsewhere
-        self._plan, self._session, self._group = plan, session, session.ports.members
+        self._plan, self._session, self._roll = plan, session, session.ports.members
         self._everyone = range(session.ports.size)
         self.rendezvous = session.ports.rendezvous
         self.answered = self.rendezvous.last_call().number  # a late joiner was not called
@@ -83,7 +83,7 @@ class CallAgreement:
         """Of the first worker: call the others, unless a server or communicator is missing."""
         last, others = self.rendezvous.last_call(), self._everyone[self._session.size :]
         due = due or self.is_regular(steps)
-        if not due or last.number > self.answered or not {*others} <= {*self._group.alive()}:
+        if not due or last.number > self.answered or not {*others} <= {*self._roll.alive()}:
             return False
         over = _PHASES * last.number + _PHASES - 1
         self.rendezvous.call(last.number, max(steps, last.step + 1), stop, over)
@@ -95,7 +95,7 @@ class CallAgreement:
         if call.number <= self.answered:
             return None
         self.answered = call.number
-        if call.incarnations[rank] == self._group.incarnation(rank):
+        if call.incarnations[rank] == self._roll.incarnation(rank):
             return call
         if call.stop:  # this incarnation came too late to be saved
             raise Stopped
@@ -130,7 +130,7 @@ class CountAgreement(CallAgreement):
         return True
 
     def after_step(self, steps: int) -> Call | None:
-        if self._was_lost() or len(self._group.starters) < len(self._everyone):
+        if self._was_lost() or len(self._roll.starters) < len(self._everyone):
             return None
         call = self.rendezvous.last_call()
         called = call.number > self.answered and steps >= call.step
@@ -145,7 +145,7 @@ class CountAgreement(CallAgreement):
 
     def _was_lost(self) -> bool:
         """Whether a rank is lost, or was lost and has come again."""
-        view = self._group.view()
+        view = self._roll.view()
         return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
 
 
@@ -154,7 +154,7 @@ class CheckpointParticipant:
 
     Args:
         plan: when they are made.
-        tell: called with each file that this rank has written.
+        tell: called with the report on each file of this rank, written or failed.
         disk: where files are written.
 
     Attributes:
@@ -316,7 +316,7 @@ class CheckpointParticipant:
         session.go_on_from(places, self._state["epochs_done"])
 
     def step_skipped(self) -> None:
-        """Count a step before the checkpoint; it may have been made after the last of them."""
+        """Count a skipped step; after the last one before the checkpoint, restore its state."""
         if self._steps_left:
             self._steps_left -= 1
             if self._steps_left == 0:

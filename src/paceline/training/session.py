@@ -44,7 +44,7 @@ from paceline.training.stepper import Stepper
 if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
-HEARTBEAT_S = 0.25
+PROGRESS_S = 0.25
 """The shortest time between two progress reports of a worker."""
 
 
@@ -286,7 +286,7 @@ class Session(RankListener):
 
     def _report_progress(self, steps: int) -> None:
         now_s = time.monotonic()
-        if now_s >= self._reported_s + HEARTBEAT_S:
+        if now_s >= self._reported_s + PROGRESS_S:
             self._reported_s = now_s
             share = self.progress if self.epochs else None
             self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})

@@ -17,7 +17,6 @@ from paceline.lab.stats import spread
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 SMALL = "too small to tell"
-VERDICTS = (HOLDS, FAILS, OPEN, SMALL)
 LEAST_SEEDS = 3
 
 
