@@ -14,10 +14,10 @@ from support import warm
 import paceline as pl
 from paceline import strategies
 from paceline.common.reference import find
+from paceline.report.methods import describe
 from paceline.strategies import (
     STRATEGIES,
     SYNC_FORMS,
-    describe,
     make_strategy,
     strategy_class,
     strategy_name,
