@@ -20,7 +20,7 @@ import paceline as pl
 from paceline.launcher.fork_server import receive_message
 
 WORKERS = 4
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def shared_files():

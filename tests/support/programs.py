@@ -357,7 +357,7 @@ def messages_and_losses(ports: Any, channel: Any, argument: Any) -> Any:
 def time_passes(ports: Any, channel: Any, argument: Any) -> Any:
     comm = Comm(ports)
     before = comm.clock.now()
-    comm.clock.charge(0.5)
+    comm.clock.charge(60.0)
     return comm.clock.now() - before
 
 

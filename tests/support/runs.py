@@ -368,13 +368,13 @@ def log_sockets(worker: pl.Worker) -> None:
 
 
 def leave_in_turn(transport: Any, channel: Any, argument: dict[str, Any]) -> bool:
-    """Each rank leaves after those before it; then waits until all have left, up to 20 s."""
+    """Each rank leaves after those before it; then waits until all have left, up to 60 s."""
     while any(rank in transport.members.alive() for rank in range(transport.rank)):
         time.sleep(0.001)
     transport.close()
     folder = Path(argument["folder"])
     (folder / str(transport.rank)).touch()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while len(list(folder.iterdir())) < transport.size and time.monotonic() < deadline_s:
         time.sleep(0.001)
     return time.monotonic() < deadline_s

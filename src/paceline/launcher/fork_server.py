@@ -141,6 +141,7 @@ def main() -> None:
     import torch
 
     import paceline.comm.shared.world
+    import paceline.comm.torch_distributed.world
     import paceline.launcher.launch  # noqa: F401 - a rank needs these, and would import them itself
 
     torch.optim.SGD([torch.zeros(1)]).zero_grad()  # the first call loads torch's compiler
