@@ -76,7 +76,27 @@ class _Counts:
 _counts = _Counts()
 
 
+LONGEST = (
+    "test_faulttest.py",
+    "test_every_strategy.py",
+    "test_commands.py",
+    "test_docs.py",
+    "test_losses.py",
+    "test_resume_real.py",
+    "test_faults.py",
+    "test_real_runs.py",
+    "test_resume.py",
+    "test_method_faults.py",
+    "test_method_equalities.py",
+    "test_examples.py",
+    "test_safety.py",
+)
+"""The files that take longest; they come first, so that no process is left with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turns = {name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.path.name, len(LONGEST)))
     for item in items:  # user properties reach the main process in reports
         item.user_properties += [("transport", m.args[0]) for m in item.iter_markers("transport")]
 
