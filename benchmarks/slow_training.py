@@ -283,7 +283,7 @@ class Counter:
             "steps": self.steps,
             "samples": self.samples,
             "seconds": self._last_s - self._first_s,
-            "bytes_sent": self._worker._session.meter.bytes_sent,
+            "bytes_sent": self._worker._session.recorder.meter.bytes_sent,
             "evaluations": [
                 Evaluation(at_s, *_evaluate(job.model, x)) for at_s, x in self._answers
             ],

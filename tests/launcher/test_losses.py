@@ -245,25 +245,30 @@ import paceline as pl
 from support import runs
 
 if __name__ == "__main__":
-    folder, strategy, dead_s = sys.argv[1:]
-    limits, how = pl.Limits(dead_s=float(dead_s)), {"folder": folder}
-    result = pl.launch(
-        runs.train_until_told, workers=2, strategy=strategy, limits=limits, arguments=how
-    )
-    print({e["event"] for e in result.events} - {"large"}, result.lost_workers)
+    dead_s, *folders = sys.argv[1:]
+    for strategy in ("downpour", "gossip"):
+        limits, how = pl.Limits(dead_s=float(dead_s)), {"folder": folders.pop(0)}
+        result = pl.launch(
+            runs.train_until_told, workers=2, strategy=strategy, limits=limits, arguments=how
+        )
+        print({e["event"] for e in result.events} - {"large"}, result.lost_workers)
 """
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "gossip"])
-def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(strategy, tmp_path):
+def test_nobody_is_lost_while_all_processes_of_a_run_are_stopped(tmp_path):
+    """Two runs of one launcher, one after the other."""
     (tmp_path / "script.py").write_text(PAUSED)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), strategy, str(DEAD_S)]
+    folders = [tmp_path / "downpour", tmp_path / "gossip"]
+    command = [sys.executable, str(tmp_path / "script.py"), str(DEAD_S), *map(str, folders)]
     how = {"env": runs.environment(), "stdout": subprocess.PIPE, "text": True}
+    for folder in folders:
+        folder.mkdir()
     with subprocess.Popen(command, start_new_session=True, **how) as launcher:
-        runs.await_pids(tmp_path, workers=2)
-        pause(tmp_path, lambda number: os.killpg(launcher.pid, number))  # as Ctrl-Z and fg do
+        for folder in folders:
+            runs.await_pids(folder, workers=2)
+            pause(folder, lambda number: os.killpg(launcher.pid, number))  # as Ctrl-Z and fg do
         output, _ = launcher.communicate()
-    assert (launcher.returncode, output) == (0, "set() 0\n")
+    assert (launcher.returncode, output) == (0, "set() 0\n" * 2)
 
 
 def test_a_server_that_was_stopped_for_too_long_has_a_successor(tmp_path):

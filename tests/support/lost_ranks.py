@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.comm.torch_distributed import peers
+import paceline.launcher.init  # before the fork: otherwise each rank would import it
+from paceline.comm.torch_distributed import peers, world  # noqa: F401
 from support.runs import free_port, set_up, step
 
 RANKS, STEPS, WAIT_S = 3, 60, 90.0

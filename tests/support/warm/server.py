@@ -104,7 +104,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 return request
             for fd in files:
                 os.close(fd)
-            client.sendall(struct.pack("!i", pid))
+            send(client, pid)
             if pid != REFUSED:
                 clients[pid] = client
 
@@ -113,14 +113,23 @@ def report_ends(clients: dict[int, socket.socket]) -> None:
     for pid in list(clients):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with clients.pop(pid) as client, contextlib.suppress(BrokenPipeError):
-                client.sendall(struct.pack("!i", status))  # unless it was killed
+            with clients.pop(pid) as client:
+                send(client, status)
+
+
+def send(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        client.sendall(struct.pack("!i", number))
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    header, files, _, _ = socket.recv_fds(client, 4, 253)
-    (length,) = struct.unpack("!I", header)
-    return json.loads(client.recv(length, socket.MSG_WAITALL)), files
+    """The request of a client and its files; an empty one if the client was killed before."""
+    try:
+        header, files, _, _ = socket.recv_fds(client, 4, 253)
+        (length,) = struct.unpack("!I", header)
+        return json.loads(client.recv(length, socket.MSG_WAITALL)), files
+    except (OSError, ValueError, struct.error):
+        return {"arguments": [], "environment": {}}, []
 
 
 def fits(request: dict[str, Any]) -> bool:
