@@ -108,9 +108,14 @@ class RoleStrategy(Strategy):
         return self.server.succeed()
 
     def summon(self, rank: int, number: int, stop: bool) -> None:
-        """Have the server on ``rank`` call ``listener.summoned``."""
+        """Have the server on ``rank`` call ``listener.summoned``.
+
+        The worker does not wait for the server, which may be in a round that waits for this worker.
+        """
         call = pack(CALL, number, stop).ljust(8 * self.request_numbers, b"\0")
-        self.comm.send(self.vector_at(rank), rank, REQUEST, call)
+        message = (self.vector_at(rank), rank, REQUEST, call)
+        if not self.comm.board.post(*message):
+            self.comm.send(*message)
 
     @property
     def requests(self) -> list[int]:
