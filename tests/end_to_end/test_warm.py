@@ -32,6 +32,14 @@ def outcome(python, script):
     return ended.returncode, ended.stdout, ended.stderr
 
 
+def test_a_path_that_holds_what_every_python_has_is_the_same(tmp_path, monkeypatch):
+    script = tmp_path / "path.py"
+    script.write_text(PROGRAMS["arguments"] + "\n")
+    for paths in (sys.path, [str(tmp_path), *reversed(sys.path)], ["relative", "relative"]):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        assert outcome(warm.python(), script) == outcome(sys.executable, script)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_warm_python_does_what_a_new_one_does(name, tmp_path):
     script = tmp_path / f"{name}.py"

@@ -24,10 +24,7 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def programs() -> Path:
-    """The folder of the programs; the first call starts the server, which ends with this process.
-
-    Its environment is that of the session, and not of the test that calls this first.
-    """
+    """Their folder; the first call starts the server, which ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     text = f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}"
     for name in ("python", "paceline"):

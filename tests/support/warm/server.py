@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -182,20 +183,21 @@ def run(arguments: list[str]) -> None:
     """Run a script, a module or code as Python does."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = dict.fromkeys([*map(os.path.abspath, given), *SITE])  # each once, as Python has it
     if arguments[0] == "-m":
-        sys.path[:] = [os.getcwd(), *paths, *SITE]
+        sys.path[:] = [os.getcwd(), *paths]
         sys.argv[:] = ["-m", *arguments[2:]]
         runpy._run_module_as_main(arguments[1])
         return
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     if arguments[0] == "-c":
-        sys.path[:] = ["", *paths, *SITE]
+        sys.path[:] = ["", *paths]
         sys.argv[:] = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), vars(main))
         return
-    sys.path[:] = [os.path.dirname(os.path.realpath(arguments[0])), *paths, *SITE]
+    sys.path[:] = [os.path.dirname(os.path.realpath(arguments[0])), *paths]
     sys.argv[:] = arguments
     main.__file__ = os.path.abspath(arguments[0])
     main.__loader__ = SourceFileLoader("__main__", main.__file__)
@@ -212,9 +214,15 @@ def end(code: int) -> None:
 
 
 def site_folders() -> list[str]:
-    """What is in the path of every Python, without ``PYTHONPATH`` and the script's folder."""
-    more = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)}
-    return [path for path in sys.path[1:] if path not in more]
+    """What is in the path of every Python, without ``PYTHONPATH`` and the script's folder.
+
+    A test may have set ``PYTHONPATH`` to some of it when the server starts.
+    """
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = "import sys; print(*sys.path[1:], sep='\\n')"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 SITE = site_folders()
