@@ -391,7 +391,7 @@ def test_an_incomplete_checkpoint_does_not_block_a_run(tmp_path):
     assert run.resumed_at is None and not half.exists()
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default")  # as users have it: the command shows its warnings
 def test_the_command_refuses_to_resume_from_nothing_and_treats_latest_as_a_hint(paceline, tmp_path):
     how = ["sim", "-w", 2, "--model", "mlp", "--steps", 10, "--checkpoint-steps", 4, "--json"]
     paceline(*how, "--out", "whole")
@@ -587,7 +587,7 @@ def loaded_from(path):
     ],
     ids=["plain", "module", "compiled", "compiled-module", "module-compiled"],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by torch.compile itself
 def test_weights_of_wrapped_modules_load_back(wrap, tmp_path):
     net = network()
     with torch.no_grad():

@@ -164,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path):
     assert run.samples == 4 * SAMPLES
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default")  # as users have it: the command shows its warnings
 def test_the_command_line_resumes_and_reports_a_failed_save(paceline, tmp_path):
     how = ["--model", "mlp", "--steps", 10, "--json", "--checkpoint-steps", 4, "--out", "here"]
     paceline("run", *how)

@@ -298,7 +298,7 @@ def train(worker):
 """
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default")  # as users have it: the command shows its warnings
 def test_the_command_ends_with_1_when_the_model_is_not_saved(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = paceline("sim", "mine.py", "-w", 2, "--out", "here", "--no-trace", "--json", code=1)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-import paceline.launcher.init  # before the fork: otherwise each rank would import it
-from paceline.comm.torch_distributed import peers, world  # noqa: F401
+import paceline.launcher.init
+from paceline.comm.torch_distributed import peers, world  # noqa: F401 - for ranks, before the fork
 from support.runs import free_port, set_up, step
 
 RANKS, STEPS, WAIT_S = 3, 60, 90.0

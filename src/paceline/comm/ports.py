@@ -8,6 +8,7 @@ is written once on top of them. Ranks here are those of the whole world.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,17 +243,22 @@ class DataQueue(Protocol):
 
 
 class Clock:
-    """Time, and what computing costs where time is virtual; here nothing costs any.
+    """Seconds since ``started_s`` on the host's monotonic clock; time passes by itself, unasked.
+
+    Where time is virtual, a world has a clock of its own, and computing costs what it is charged.
 
     Attributes:
-        charged_s: all that :meth:`charge` was given.
+        charged_s: all that :meth:`charge` was given, where it costs anything.
     """
 
     charged_s = 0.0
 
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+
     def now(self) -> float:
         """Seconds on this world's clock, which never goes back."""
-        raise NotImplementedError
+        return time.monotonic() - self._started_s
 
     def charge(self, seconds: float) -> None:
         """Let computing time pass."""

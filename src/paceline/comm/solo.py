@@ -9,10 +9,10 @@ from itertools import count
 
 from torch import Tensor
 
-from paceline.comm.clock import RealClock
 from paceline.comm.fixed import FixedMembers
 from paceline.comm.ports import (
     PUBLISHED,
+    Clock,
     Collectives,
     DataQueue,
     Factor,
@@ -28,7 +28,7 @@ from paceline.errors import UsageError
 
 def solo_ports() -> Ports:
     """The ports of a plain script that no launcher has started."""
-    clock = RealClock(time.monotonic())
+    clock = Clock(time.monotonic())
     return Ports(0, 1, SoloMail(), SoloCollectives(), FixedMembers(1), SoloQueue(), clock)
 
 

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.comm.clock import RealClock
-from paceline.comm.ports import Ports
+from paceline.comm.ports import Clock, Ports
 from paceline.common.faults import Fault
 from paceline.launcher.rank_process import Channel
 
 
-class FaultClock(RealClock):
+class FaultClock(Clock):
     """A real clock that kills, stops or slows its rank down as a step begins, when that is due.
 
     The launcher does what happens at a time, except for slowing down. ``before_end`` is called

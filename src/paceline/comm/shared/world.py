@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.comm.clock import RealClock
 from paceline.comm.limits import Limits
-from paceline.comm.ports import Ports
+from paceline.comm.ports import Clock, Ports
 from paceline.comm.shared.collectives import SharedCollectives
 from paceline.comm.shared.mail import SharedMail
 from paceline.comm.shared.members import SharedMembers
@@ -63,7 +62,7 @@ class SharedPorts(Ports):
             SharedCollectives(members, regions),
             members,
             SharedQueue(batches, members),
-            RealClock(started_s),
+            Clock(started_s),
             SharedRendezvous(members, mail, batches),
         )
 

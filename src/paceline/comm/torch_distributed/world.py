@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from paceline.comm.clock import RealClock
 from paceline.comm.fixed import FixedMembers
-from paceline.comm.ports import Ports
+from paceline.comm.ports import Clock, Ports
 from paceline.comm.torch_distributed.collectives import DistributedCollectives
 from paceline.comm.torch_distributed.mail import DistributedMail
 from paceline.comm.torch_distributed.peers import Peers
@@ -53,7 +52,7 @@ class DistributedPorts(Ports):
             DistributedCollectives(peers, mail, rank_order),
             FixedMembers(peers.size, mail.gone),
             DistributedQueue(self._store, peers, mail),
-            RealClock(started_s),
+            Clock(started_s),
         )
 
     def first_loss(self, error: PeerLost) -> PeerLost:
