@@ -12,6 +12,7 @@ import os
 # pytest have, small operations wait for each other most of the time. torch reads these variables
 # when it is first imported.
 os.environ |= {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+os.environ.pop("COLUMNS", None)  # tables are as wide as in a pipe, whoever runs the tests
 
 import signal
 import sys

@@ -250,9 +250,11 @@ def test_compare_makes_a_row_for_each_run(outcome, warm_pool):
     assert Path(output["report"]).stat().st_size < 2_000_000
 
 
-def test_compare_fits_a_narrow_terminal(paceline, monkeypatch):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_compare_fits_a_narrow_terminal_and_a_pipe(paceline, monkeypatch, terminal):
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
     done = paceline("compare", "-s", "allreduce", "-w", 2, "--steps", 1, "--quiet")
     lines = [re.sub(r"\x1b\[[\d;?]*\w", "", line) for line in done.out.splitlines()]
     assert max(map(len, lines)) < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 import time
@@ -34,11 +35,11 @@ class Screen:
 
     @property
     def console(self) -> Console:
-        """A rich console, as wide as the terminal; 120 columns if there is none."""
+        """A rich console, as wide as the terminal or ``COLUMNS``; else of 120 columns."""
         from rich.console import Console
 
         console = Console(stderr=self.as_json, highlight=False, soft_wrap=False)
-        if not console.is_terminal:
+        if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = 120
         return console
 
