@@ -47,8 +47,12 @@ class Collective:
         return iter(missing or self._cut_off or self.members)
 
     def check(self, rank: int, shape: Shape) -> None:
-        """Refuse ``rank`` if it calls another operation than the first member did."""
-        if shape != self._shape:
+        """Refuse ``rank`` if it calls another operation than the first member did.
+
+        If a member is gone, this collective never completes, and its loss is what counts: one that
+        noticed it earlier has been here before, for another operation.
+        """
+        if shape != self._shape and not self._gone():
             own, first = ("{} of {} x {}".format(*each) for each in (shape, self._shape))
             raise MessageMismatch(f"rank {rank} calls {own} where rank {self._first} calls {first}")
 
