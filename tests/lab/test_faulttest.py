@@ -17,7 +17,7 @@ from paceline.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = list(read_corpus(ROOT / "tests" / "corpus" / "faults.txt"))
-SEEDS = 80
+SEEDS = 40
 SITES = [
     "kill",
     "short freeze",
