@@ -1,5 +1,7 @@
 """Collectives over torch.distributed: the backend's own, gloo on CPUs and nccl on GPUs.
 
+Where ranks share a GPU, nccl does not work: their vectors go through page-locked memory and gloo.
+
 Each is preceded by a small one in which the members agree on operation, shape, weights and flags:
 gloo aborts the process when shapes differ.
 """
@@ -20,6 +22,7 @@ from paceline.comm.liveness import Watch
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.comm.torch_distributed.mail import DistributedMail
 from paceline.comm.torch_distributed.peers import Peers
+from paceline.comm.torch_distributed.staging import host_copy
 from paceline.errors import MessageMismatch
 
 _ALL_REDUCE, _BROADCAST = "all_reduce", "broadcast"
@@ -63,7 +66,7 @@ class DistributedCollectives(Collectives):
         group = self._group(members)
         total = self._agree(group, _ALL_REDUCE, x, weight, flags)
         if total.weight and x.numel():
-            vector = x if weight else torch.zeros_like(x)
+            vector = self._on_backend(x if weight else torch.zeros_like(x))
             reduce = self._sum_in_rank_order if self._rank_order else self._sum
             vector = reduce(group, vector)
             if factor is not None:
@@ -91,8 +94,15 @@ class DistributedCollectives(Collectives):
         group = self._group(members)
         self._agree(group, _BROADCAST, x, 1)
         if x.numel():
-            work = dist.broadcast(x, src, group=group.moving, async_op=True)
+            vector = self._on_backend(x)
+            work = dist.broadcast(vector, src, group=group.moving, async_op=True)
             self._finish(work, _BROADCAST, members)
+            if vector is not x:
+                x.copy_(vector)
+
+    def _on_backend(self, x: Tensor) -> Tensor:
+        """The vector where the backend can have it: gloo does not get one on a GPU."""
+        return host_copy(x) if x.is_cuda and not self._nccl else x
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return like.new_zeros(numel)

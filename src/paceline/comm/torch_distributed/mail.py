@@ -36,6 +36,7 @@ from paceline.comm.ports import (
     check_fit,
 )
 from paceline.comm.torch_distributed.peers import Peers
+from paceline.comm.torch_distributed.staging import host_copy, host_vector
 
 _ANNOUNCED_TAG, _FIRST_TAG, _TAGS = 1, 16, 1 << 30
 _TICK_S = 0.1
@@ -185,7 +186,7 @@ class DistributedMail(Mail):
 
     def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
         self._peers.check()
-        payload = _payload(x, header) if header else x.cpu()
+        payload = _payload(x, header) if header or x.is_cuda else x
         number = self._offer(dst, _announcement(Kind.SEND, tag, x, header), payload)
         return Offer(partial(self._await_taken, dst, number))
 
@@ -300,9 +301,9 @@ class DistributedMail(Mail):
         key = (src, announced.number)
         if key not in self._fetches:
             if announced.header_bytes:
-                x = torch.empty(announced.nbytes + announced.header_bytes, dtype=torch.uint8)
+                x = host_vector(announced.nbytes + announced.header_bytes, torch.uint8)
             else:
-                x = torch.empty(announced.numel, dtype=dtype_of(announced.dtype))
+                x = host_vector(announced.numel, dtype_of(announced.dtype))
             self._fetches[key] = _Fetch(self._group, x, src, _FIRST_TAG + announced.number % _TAGS)
         return self._fetches[key]
 
@@ -390,8 +391,8 @@ def _announcement(kind: Kind, tag: int, x: Tensor, header: bytes, version: int =
 def _payload(x: Tensor, header: bytes) -> Tensor:
     """A copy of a message in one tensor: the vector, and the bytes of the header behind it."""
     if not header:
-        return x.detach().cpu().clone()
-    payload = torch.empty(x.nbytes + len(header), dtype=torch.uint8)
+        return host_copy(x)
+    payload = host_vector(x.nbytes + len(header), torch.uint8, x.is_cuda)
     payload[: x.nbytes].view(x.dtype).copy_(x.detach())
     payload[x.nbytes :] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return payload
