@@ -23,9 +23,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 from support import hermetic, warm
-from support.worlds import TRANSPORTS
+from support.worlds import KEPT, TRANSPORTS, WORLDS
 
 from paceline.cli import main
+from paceline.launcher.spec import LaunchSpec
 
 settings.register_profile("paceline", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("paceline")
@@ -62,9 +63,17 @@ def warm_pool():
         yield
 
 
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """Launch ranks on the device that PACELINE_TEST_DEVICE names."""
+    if KEPT != "host":
+        monkeypatch.setitem(LaunchSpec.__init__.__kwdefaults__, "device", KEPT)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "transport" in metafunc.fixturenames:
-        marked = [pytest.param(t, marks=pytest.mark.transport(t)) for t in TRANSPORTS]
+        worlds = getattr(metafunc.module, "WORLDS", TRANSPORTS)
+        marked = [pytest.param(t, marks=pytest.mark.transport(t)) for t in worlds]
         metafunc.parametrize("transport", marked)
 
 
@@ -115,7 +124,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    line = ", ".join(f"{name} {_counts.transports[name]}" for name in TRANSPORTS)
+    line = ", ".join(f"{name} {_counts.transports[name]}" for name in WORLDS)
     terminalreporter.write_line(f"passed by transport: {line}")
     if _counts.skipped and sys.platform == "linux":
         terminalreporter.write_line(f"skipped on Linux, which fails the run: {_counts.skipped}")

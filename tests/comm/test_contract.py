@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import programs
+from support import programs, worlds
 from support.worlds import on_shared_memory, run_program
 
 from paceline.comm.limits import Limits
@@ -11,6 +11,7 @@ from paceline.comm.membership import MembershipPolicy
 from paceline.errors import PeerLost
 
 SIZE = 4
+WORLDS = worlds.WORLDS
 
 
 def test_everyone_is_here(transport):

@@ -20,7 +20,7 @@ from support.worlds import on_both, on_distributed, on_shared_memory, run_progra
 import paceline as pl
 from paceline.comm.limits import Limits
 from paceline.comm.shared.memory import RANGE_BYTES, Arena
-from paceline.comm.shared.windows import MAX_HEADER_BYTES
+from paceline.comm.shared.places import MAX_HEADER_BYTES
 from paceline.comm.shared.world import SharedPorts
 from paceline.common.reference import refer_to
 from paceline.errors import MessageMismatch, UsageError
@@ -173,15 +173,16 @@ WORD = st.one_of(st.integers(-8, 64), st.integers(-(2**63), 2**63 - 1))
     code=st.one_of(st.just(0), WORD),
     numel=st.one_of(st.just(3), WORD),
     offset=st.one_of(st.integers(2 * RANGE_BYTES - 64, 2 * RANGE_BYTES + 64), WORD),
+    header_offset=WORD,
     header=st.one_of(st.just(0), WORD),
 )
 def test_garbage_in_a_mailbox_is_refused_and_the_next_message_arrives(
-    two_ranks, code, numel, offset, header
+    two_ranks, code, numel, offset, header_offset, header
 ):
     reader, writer = two_ranks
     like, both = torch.zeros(3), (1 << 20) + 1
     words, index = writer.shared.words, reader.shared.layout.slot(1, 0, 0)
-    words.write(index + 1, (0, code, numel, offset, both, header))
+    words.write(index + 1, (0, code, numel, offset, header_offset, header, both))
     words.announce(index, words[index] + 1)
     own = 2 * RANGE_BYTES <= offset <= 3 * RANGE_BYTES - 12 - header
     fits = (code, numel) == (0, 3) and own and 0 <= header <= MAX_HEADER_BYTES

@@ -127,7 +127,7 @@ def train_through_losses(
         epoch += 1
     worker.finish()
     answer = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-    worker.log(answer=answer.numpy().tobytes().hex())
+    worker.log(answer=answer.cpu().numpy().tobytes().hex())
 
 
 def train_with_looks(worker: pl.Worker) -> None:
@@ -272,7 +272,7 @@ def train_with_wrong_clock(worker: pl.Worker) -> None:
 
 def step(net: nn.Module, sgd: Any) -> None:
     sgd.zero_grad()
-    net(torch.ones(1, 2)).sum().backward()
+    net(torch.ones(1, 2, device=next(net.parameters()).device)).sum().backward()
     sgd.step()
 
 

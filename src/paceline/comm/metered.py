@@ -208,6 +208,9 @@ class MeteredCollectives(Collectives):
     def __init__(self, inner: Collectives, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
+    def expect(self, x: Tensor) -> None:
+        self._inner.expect(x)
+
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return self._inner.allocate(numel, like)
 

@@ -176,6 +176,10 @@ class Collectives(Protocol):
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         """A zeroed vector of ``like``'s dtype and device, where this world reduces it best."""
 
+    def expect(self, x: Tensor) -> None:
+        """Hear that ``x``, as it is now, may be reduced next: a world may begin to copy it."""
+        return
+
 
 class Members(Protocol):
     """Who takes part in the run.

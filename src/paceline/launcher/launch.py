@@ -79,6 +79,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,
+                device=spec.shared_device,
             )
     finally:
         recorder.close(ranks=spec.size)

@@ -77,12 +77,27 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
 
 
-def rank_main(config: Message, fds: list[int]) -> int:
-    """The main function of a rank's process; returns its exit code."""
+def keeper_main(config: Message, fds: list[int]) -> int:
+    """The main function of the keeper of a device's memory; the launcher ends it."""
+    from paceline.comm.shared.keeper import keep
+
+    _heed_launcher_alone(config)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep(fds[0], config["size"], config["device"])
+    return 1
+
+
+def _heed_launcher_alone(config: Message) -> None:
+    """Take over the launcher's environment, and leave signals of a terminal to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(ASK, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(config["environment"])
+
+
+def rank_main(config: Message, fds: list[int]) -> int:
+    """The main function of a rank's process; returns its exit code."""
+    _heed_launcher_alone(config)
     os.chdir(config["cwd"])
     sys.argv[:] = config["argv"]
     sys.path[:] = config["path"]

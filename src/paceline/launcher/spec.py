@@ -175,6 +175,14 @@ class LaunchSpec(Started, OnDevice):
         self.check_faults(self.faults, Cluster())
         plain_json("arguments", dict(self.arguments or {}))
 
+    @property
+    def shared_device(self) -> str | None:
+        """The GPU that all ranks share, if they share one: they communicate through its memory."""
+        if self.transport != "shared_memory" or not self.device.startswith("cuda"):
+            return None
+        devices = {self.device_of(rank) for rank in range(self.size)}
+        return devices.pop() if len(devices) == 1 else None
+
     def _check_losses(self) -> None:
         """Refuse restarts and faults that this transport does not support, and faults of links."""
         wanted = self.policy().max_restarts or self.on_loss == "continue" or self.faults

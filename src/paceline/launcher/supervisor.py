@@ -21,7 +21,7 @@ from paceline.comm.membership import MOST_SUCCESSORS, MembershipPolicy
 from paceline.common.faults import Fault, rank_of
 from paceline.common.options import one_of
 from paceline.common.reference import Reference
-from paceline.errors import CommTimeout, PeerLost, UsageError, WorkerFailed
+from paceline.errors import CommTimeout, PacelineError, PeerLost, UsageError, WorkerFailed
 from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.rank_process import Message, refuse_in_rank
@@ -120,13 +120,15 @@ def run_ranks(
     folder: Path | None = None,
     stop: Stop | None = None,
     start_s: float = 0.0,
+    device: str | None = None,
 ) -> list[Any]:
     """Run ``program(ports, channel, argument)`` in a process for each argument.
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
     lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
-    socket that accepts requests to add a worker. The run's clock starts at ``start_s``.
+    socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
+    holds memory of ``device``, if one is given, through which ranks on that device communicate.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
@@ -148,6 +150,7 @@ def run_ranks(
             "late": late,
             "elastic": policy.goes_on,
             "workers": policy.workers,
+            "device": device,
         }
         supervisor = Supervisor(
             fork_server, common, arguments, fd, limits, on_message, policy, stop or Stop(False)
@@ -197,6 +200,8 @@ class Supervisor:
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
+        self._keeper = Rank(-1)
+        self._keeper_process = Processes(lambda _: self._keeper.pid, limits, self._some_continue)
 
     # Starting ------------------------------------------------------------------------------------
 
@@ -208,6 +213,9 @@ class Supervisor:
         for fault in faults:
             if fault.at_step is None:
                 self._later(fault.at_s or 0.0, partial(self._inject, fault))
+        if self._common["device"] is not None:
+            config = {**self._common, "keeps": True}
+            self._keeper.begin(self._fork_server.start(config, [self._fd], self._limits))
         for rank in self.ranks:
             if rank.number not in self._common["late"]:
                 self._unready.add(rank.number)
@@ -278,6 +286,7 @@ class Supervisor:
         failed_s: float | None = None
         while any(rank.running for rank in self.ranks):
             self._receive_all()
+            self._check_keeper()
             self._stop.act(self.ranks)
             now_s = time.monotonic()
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
@@ -294,6 +303,7 @@ class Supervisor:
                 self._end_rest()
             else:
                 self._wait_for_stopped()
+        self._check_keeper()
 
     def _receive_all(self) -> None:
         fork_server = self._fork_server
@@ -313,6 +323,20 @@ class Supervisor:
                 self._has_ended(rank)
             elif rank.running and not (rank.entered and self._may_return(rank)):
                 self._end_if_stopped(rank)
+
+    def _check_keeper(self) -> None:
+        """End the run if the keeper is lost, and the memory that it held with it."""
+        if not self._keeper.running:
+            return
+        self._keeper.code = self._code_of(self._keeper)
+        reason = self._keeper_process.why_stopped(0)
+        if self._keeper.code is not None:
+            reason = _how_ended(self._keeper.code)
+        if reason is not None:
+            where = f"holds the ranks' memory on {self._common['device']}"
+            error = PacelineError(f"the keeper, which {where}, is lost: {reason}")
+            error.exit_code = 3
+            raise error
 
     def _code_of(self, rank: Rank) -> int | None:
         """The exit code of the process of ``rank``; None while it runs.
@@ -430,13 +454,14 @@ class Supervisor:
         """End all processes, whatever happened."""
         if self._join_socket is not None:
             self._join_socket.close()
-        for rank in self.ranks:
+        processes = [*self.ranks, self._keeper]
+        for rank in processes:
             rank.end(signal.SIGKILL)
         try:
-            while any(rank.running for rank in self.ranks):
+            while any(rank.running for rank in processes):
                 if readable([self._fork_server.socket.fileno()]):
                     self._fork_server.receive()
-                for rank in self.ranks:
+                for rank in processes:
                     if rank.running:
                         rank.code = self._code_of(rank)
         finally:

@@ -57,7 +57,7 @@ def _open_memory(size: int) -> Iterator[int]:
 def _connect_memory(config: Config, fd: int, report: Report) -> Ports:
     from paceline.comm.shared.world import SharedPorts
 
-    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    names = ("rank", "size", "started_s", "late", "elastic", "workers", "device")
     own = {name: config[name] for name in names}
     return SharedPorts(fd, limits=Limits(**config["limits"]), **own)
 

@@ -7,6 +7,9 @@ when all have finished, every vector is complete. Where the others go on, it wri
 memory of its own, and when all have finished, each rank copies the slices of all: a copy more, but
 vectors are intact until then, so that the survivors can do it again among themselves.
 
+Where the vectors are on a device, each rank stages a copy of its own before it arrives, and sums
+all copies itself when all are still there: that costs one wait for the device, not two.
+
 A rank that dies has either finished or not, and every survivor sees the same. One that is stopped
 for too long is killed first: what it has done is then final.
 
@@ -46,8 +49,8 @@ class Arrival(NamedTuple):
     numel: int
     dtype: int
     weight: int
-    offset: int
-    sum_offset: int
+    place: int
+    sum_place: int
     flags: int
 
     def __str__(self) -> str:
@@ -93,9 +96,11 @@ class SharedGroup:
         self._entries = [
             [layout.entry(rank, slot, number) for rank in ranks] for number in range(AHEAD)
         ]
-        self._number, self._op = 0, _ALL_REDUCE
+        self._number, self._completed, self._op = 0, 0, _ALL_REDUCE
         self._plans: list[tuple[list[Arrival], SumPlan]] = []
         self._sums: list[Region | None] = [None] * AHEAD
+        self._stages: list[Region | None] = [None] * AHEAD
+        self._expected: tuple[int, tuple[int, int, int]] | None = None
 
     def _slot(self) -> int:
         """The index of this group in the directory; the first member to come enters it."""
@@ -111,12 +116,12 @@ class SharedGroup:
 
     def all_reduce(self, x: Tensor, weight: int, factor: Factor | None, flags: int) -> Total:
         """Sum ``x`` over the members whose weight is not 0."""
+        self._begin(_ALL_REDUCE)
+        if self._shared.places.device_for(x) is not None:
+            return self._sum_on_device(x, weight, factor, flags)
         region = self._regions.place(x)
-        entries = self._arrive(_ALL_REDUCE, x, weight, region, flags)
-        total, all_flags = 0, 0
-        for entry in entries:
-            total += entry.weight
-            all_flags |= entry.flags
+        entries = self._arrive(x, weight, region, flags)
+        total, all_flags = _total(entries)
         plan = self._plan(entries) if total and x.numel() else _NO_PLAN
         scale = 1.0 if factor is None or not plan.blocks else factor(total)
         for inputs, out, scratch, others in plan.blocks:
@@ -129,37 +134,71 @@ class SharedGroup:
         for part, its in plan.copies:
             part[...] = its
         if plan is not _NO_PLAN and region.nbytes:
-            x.copy_(self._shared.arena.tensor(region.offset, x.numel(), x.dtype))
-        self._release(region)
+            x.copy_(self._shared.places.tensor(region.place, x.numel(), x.dtype))
+        self._regions.give_back(region)
+        self._announce(_RELEASED)
+        return Total(total, all_flags)
+
+    def _sum_on_device(self, x: Tensor, weight: int, factor: Factor | None, flags: int) -> Total:
+        """Sum the copies that all members have staged; the device does so behind this call."""
+        entries = self._arrive(x, weight, self._stage(x), flags)
+        self._meet(_FINISHED)  # one that has died since it arrived counts for nobody
+        total, all_flags = _total(entries)
+        inputs = [self._vector(entry) for entry in entries if entry.weight]
+        if inputs:
+            _sum(inputs, x, x)
+            if factor is not None and (scale := factor(total)) != 1.0:
+                x.mul_(scale)
+        self._release_later()
         return Total(total, all_flags)
 
     def broadcast(self, x: Tensor, src: int) -> None:
         """Take the input of one member."""
+        self._begin(_BROADCAST)
         source = self._ranks.index(src)
-        region = self._regions.place(x)
-        entries = self._arrive(_BROADCAST, x, 1, region)
+        on_device = self._shared.places.device_for(x) is not None
         if self._own != source:
-            offset = entries[source].offset
-            x.copy_(self._shared.arena.tensor(offset, x.numel(), x.dtype))
+            region = Region(0)
+        else:
+            region = self._stage(x) if on_device else self._regions.place(x)
+        entries = self._arrive(x, 1, region)
+        if self._own != source:
+            x.copy_(self._vector(entries[source]))
+        if on_device:
+            self._release_later()
+            return
         self._meet(_FINISHED)
-        self._release(region)
+        self._regions.give_back(region)
+        self._announce(_RELEASED)
+
+    def retire(self, here: list[int]) -> None:
+        """Take back what this rank has staged, once all that are ``here`` have read it."""
+        for stage in filter(None, self._stages):
+            stage.receipts = tuple(self._phases[_RELEASED][rank] for rank in here)
+            stage.sequence = self._completed
+            self._regions.lend(stage)
+        self._stages = [None] * AHEAD
 
     # The fences ----------------------------------------------------------------------------------
 
-    def _arrive(
-        self, op: int, x: Tensor, weight: int, region: Region, flags: int = 0
-    ) -> list[Arrival]:
-        """Name this rank's vector, and wait for the others; return what each of them brought."""
+    def _begin(self, op: int) -> None:
+        """Begin a collective; the memory of the one before the last one is free now."""
         self._op = op
         self._number += 1
         self._await(_RELEASED, self._number - AHEAD)
-        indices = self._entries[self._number % AHEAD]
+
+    def _arrive(self, x: Tensor, weight: int, region: Region, flags: int = 0) -> list[Arrival]:
+        """Name this rank's vector, and wait for the others; return what each of them brought."""
+        indices, op = self._entries[self._number % AHEAD], self._op
+        in_arena = op == _ALL_REDUCE and self._shared.places.device_for(x) is None
         part_bytes = -(-x.numel() // len(self._ranks)) * x.element_size()
-        sum_offset = self._reserve(part_bytes).offset if op == _ALL_REDUCE else 0
+        sum_place = self._reserve(part_bytes).place if in_arena else 0
         dtype = DTYPES.index(x.dtype)
-        entry = Arrival(op, x.numel(), dtype, weight, region.offset, sum_offset, flags)
+        entry = Arrival(op, x.numel(), dtype, weight, region.place, sum_place, flags)
         words = self._shared.words
         words.write(indices[self._own], entry)
+        self._shared.places.finish()
+        self._shared.deferred.settle(wait=True)
         self._meet(_ARRIVED)
         entries = [Arrival(*words.read(index, ENTRY_WORDS)) for index in indices]
         for rank, its in zip(self._ranks, entries, strict=True):
@@ -178,9 +217,27 @@ class SharedGroup:
             kept = self._sums[self._number % AHEAD] = self._regions.borrow(nbytes)
         return kept
 
-    def _release(self, region: Region) -> None:
-        self._regions.give_back(region)
-        self._announce(_RELEASED)
+    def _stage(self, x: Tensor) -> Region:
+        """A copy of ``x`` that members read until all have released it."""
+        kept = self._stages[self._number % AHEAD]
+        if kept is not None and self._expected == (self._number, _identity(x)):
+            return kept
+        if kept is None or kept.nbytes < x.nbytes:
+            kept = self._stages[self._number % AHEAD] = self._regions.borrow(x.nbytes, x)
+        self._shared.places.write(kept.spot, x)
+        return kept
+
+    def expect(self, x: Tensor) -> None:
+        """Stage ``x`` for the next collective already, if the last ones were like it."""
+        number, words = self._number + 1, self._shared.words
+        kept = self._stages[number % AHEAD]
+        free = all(words[i] >= number - AHEAD for i in self._phases[_RELEASED].values())
+        if kept is not None and free and kept.nbytes == x.nbytes:
+            self._shared.places.write(kept.spot, x)
+            self._expected = number, _identity(x)
+
+    def _vector(self, entry: Arrival) -> Tensor:
+        return self._shared.places.tensor(entry.place, entry.numel, DTYPES[entry.dtype])
 
     def _meet(self, phase: int) -> None:
         self._announce(phase)
@@ -188,6 +245,13 @@ class SharedGroup:
 
     def _announce(self, phase: int) -> None:
         self._shared.words.announce(self._phases[phase][self._shared.rank], self._number)
+
+    def _release_later(self) -> None:
+        """Release the collective when the device has read what it needs of it."""
+        self._completed = self._number
+        mark = self._shared.places.mark_device()
+        index = self._phases[_RELEASED][self._shared.rank]
+        self._shared.deferred.announce(index, self._number, mark)
 
     def _await(self, phase: int, number: int) -> None:
         op = _OPS[self._op]
@@ -205,9 +269,9 @@ class SharedGroup:
         return plan
 
     def _make_plan(self, entries: list[Arrival]) -> SumPlan:
-        arena, size = self._shared.arena, len(self._ranks)
+        arena, size = self._shared.places.arena, len(self._ranks)
         numel, dtype = entries[0].numel, DTYPES[entries[0].dtype]
-        vectors = [arena.array(entry.offset, numel, dtype) for entry in entries]
+        vectors = [arena.array(entry.place, numel, dtype) for entry in entries]
         inputs = [v for v, entry in zip(vectors, entries, strict=True) if entry.weight]
         edges = [rank * numel // size for rank in range(size + 1)]
         slices = [slice(*pair) for pair in pairwise(edges)]
@@ -215,7 +279,7 @@ class SharedGroup:
         parts = [slice(i, min(i + BLOCK, mine.stop)) for i in range(mine.start, mine.stop, BLOCK)]
         if self._shared.elastic:
             sums = [
-                arena.array(entry.sum_offset, part.stop - part.start, dtype)
+                arena.array(entry.sum_place, part.stop - part.start, dtype)
                 for entry, part in zip(entries, slices, strict=True)
             ]
             total = sums[self._own]
@@ -238,6 +302,7 @@ class SharedCollectives(Collectives):
     def __init__(self, members: SharedMembers, regions: Regions) -> None:
         self._members, self._regions = members, regions
         self._groups: dict[tuple[int, ...], SharedGroup] = {}
+        self._last: SharedGroup | None = None
 
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
@@ -248,21 +313,53 @@ class SharedCollectives(Collectives):
         self._group(members).broadcast(x, src)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
-        if like.device.type != "cpu":
+        places = self._members.shared.places
+        kept = places.segments is not None and places.segments.device == like.device
+        if kept or like.device.type != "cpu":  # a collective copies it
             return like.new_zeros(numel)
-        return self._members.shared.arena.new_tensor(numel, like.dtype)
+        return places.arena.new_tensor(numel, like.dtype)
+
+    def expect(self, x: Tensor) -> None:
+        if self._last is not None and self._members.shared.places.device_for(x) is not None:
+            self._last.expect(x)
 
     def _group(self, ranks: tuple[int, ...]) -> SharedGroup:
         members = self._members
         members.check()
         group, incarnations = self._groups.get(ranks), {r: members.incarnation(r) for r in ranks}
         if group is None or group.incarnations != incarnations:
+            self._retire_old()
             group = SharedGroup(members, self._regions, incarnations)
             self._groups[ranks] = group
+        self._last = group
         return group
+
+    def _retire_old(self) -> None:
+        """Take back the memory of groups that can meet no more: one of their members has ended."""
+        for ranks, group in self._groups.items():
+            here = [rank for rank in ranks if self._is_here(rank, group.incarnations[rank])]
+            if len(here) < len(ranks):
+                group.retire(here)
+
+    def _is_here(self, rank: int, incarnation: int) -> bool:
+        members = self._members
+        return members.incarnation(rank) == incarnation and not members.has_ended(rank)
 
 
 _NO_PLAN = SumPlan([], [])
+
+
+def _identity(x: Tensor) -> tuple[int, int, int]:
+    """Where a vector lies, and how often it was changed."""
+    return x.data_ptr(), x.numel(), x._version
+
+
+def _total(entries: list[Arrival]) -> Total:
+    weight, flags = 0, 0
+    for entry in entries:
+        weight += entry.weight
+        flags |= entry.flags
+    return Total(weight, flags)
 
 
 def _like(array: Any, size: int) -> Any:

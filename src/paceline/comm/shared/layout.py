@@ -11,9 +11,12 @@ AHEAD = 2
 ENTRY_WORDS = 7
 SENT_SLOT = MAILBOX_CAPACITY
 SLOTS = MAILBOX_CAPACITY + 1
-SLOT_WORDS = 7
+SLOT_WORDS = 8
 BUFFERS = 3
-WINDOW_WORDS = 4 + 2 * BUFFERS
+WINDOW_WORDS = 4 + 3 * BUFFERS
+SEGMENTS, HANDLE_WORDS = 68, 8
+"""How many segments of a device's memory a rank may have, and the words of the handle of each."""
+SEGMENT_WORDS = 2 + HANDLE_WORDS
 
 
 class Layout:
@@ -22,27 +25,32 @@ class Layout:
     A rank's block holds, in this order:
 
     - its process, its bell, how many processes it has had;
-    - its windows: version, numel, dtype, header bytes, then offset and version of three buffers;
-    - its outgoing messages: for each receiver, slots of (sequence, tag, dtype, numel, offset, the
-      incarnations of both, header bytes);
+    - its windows: version, numel, dtype, header bytes, then version, place and place of the header
+      of three buffers;
+    - its outgoing messages: for each receiver, slots of (sequence, tag, dtype, numel, place, place
+      of the header, header bytes, the incarnations of both);
     - its receipts: for each sender, the sequence last taken from each slot;
     - the batches that it has in hand;
     - its groups: for each, how many collectives it has arrived at, finished and released, then
-      entries of (operation, numel, dtype, weight, offset, offset of its part of the sum, flags).
+      entries of (operation, numel, dtype, weight, place, place of its part of the sum, flags);
+    - its segments of a device's memory: for each, its size, whether it was given, and its handle.
 
     After the blocks come the member table, the final roster, the directory of groups, the next
     batch of each queue, and the batches that were taken back from lost ranks; these are written
-    under a lock. Then come the rendezvous, and whether the data queue is closed.
+    under a lock. Then come the rendezvous, whether the data queue is closed, and the process and
+    the bell of the keeper.
     """
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self._window = 3
         self._mail = self._window + (SHELF + SHELVES) * WINDOW_WORDS
         self._receipts = self._mail + size * SLOTS * SLOT_WORDS
         self._in_hand = self._receipts + size * SLOTS
         self._groups = self._in_hand + MAX_IN_HAND
         self._group_words = 3 + AHEAD * ENTRY_WORDS
-        self._block = self._groups + MAX_GROUPS * self._group_words
+        self._segments = self._groups + MAX_GROUPS * self._group_words
+        self._block = self._segments + SEGMENTS * SEGMENT_WORDS
         self.members = size * self._block
         self.roster = self.members + 1 + size
         self.directory = self.roster + 1 + size
@@ -52,7 +60,9 @@ class Layout:
         self.any_finished = self.rendezvous + 3
         self.finished_in = self.rendezvous + 5 + 2 * size
         self.closed = self.finished_in + size
-        self.words = self.closed + 1
+        self.keeper = self.closed + 1
+        self.keeper_bell = self.keeper + 1
+        self.words = self.keeper_bell + 1
 
     def pid(self, rank: int) -> int:
         """The rank's process."""
@@ -89,3 +99,11 @@ class Layout:
     def entry(self, rank: int, group: int, number: int) -> int:
         """What the rank brings to the group's collective ``number``."""
         return self.group(rank, group) + 3 + number % AHEAD * ENTRY_WORDS
+
+    def segment(self, rank: int, slot: int) -> int:
+        """A segment of a device's memory."""
+        return rank * self._block + self._segments + slot * SEGMENT_WORDS
+
+    def segments(self) -> list[int]:
+        """All segments of all ranks."""
+        return [self.segment(rank, slot) for rank in range(self.size) for slot in range(SEGMENTS)]

@@ -25,8 +25,9 @@ from paceline.comm.ports import (
 )
 from paceline.comm.shared.layout import SENT_SLOT, SLOT_WORDS, SLOTS
 from paceline.comm.shared.members import GONE, SharedMembers, Standing
+from paceline.comm.shared.places import Spot
 from paceline.comm.shared.regions import Region, Regions
-from paceline.comm.shared.windows import Windows, check_range
+from paceline.comm.shared.windows import Windows
 from paceline.errors import PeerLost
 
 _INCARNATIONS = 1 << 20
@@ -45,13 +46,14 @@ class SharedMail(Mail):
         shared = self._shared = members.shared
         self._members, self._regions, self._windows = members, regions, Windows(shared)
         self._words, self._layout, self._rank = shared.words, shared.layout, shared.rank
-        self._last_source = -1
+        self._places, self._deferred, self._last_source = shared.places, shared.deferred, -1
         self.restored: list[SavedMessage] = []
 
     # Sending -------------------------------------------------------------------------------------
 
     def start_send(self, x: Tensor, dst: int, tag: int, header: bytes) -> Offer:
         self._members.check()
+        self._deferred.settle()
         previous = self._words[self._layout.slot(self._rank, dst, SENT_SLOT)]
         if (lost := self._await_receipt(dst, previous)) is not None:
             return Offer(lambda: lost)
@@ -70,6 +72,7 @@ class SharedMail(Mail):
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
         self._members.check()
+        self._deferred.settle()
         if self._members.has_ended(dst):
             return False
         for slot in range(MAILBOX_CAPACITY):
@@ -84,11 +87,13 @@ class SharedMail(Mail):
     ) -> None:
         shared, index = self._shared, self._layout.slot(self._rank, dst, slot)
         shared.sequence += 1
-        region.receipt = self._layout.receipt(self._rank, dst, slot)
+        region.receipts = (self._layout.receipt(self._rank, dst, slot),)
         region.sequence = shared.sequence
         both = self._members.own_incarnation * _INCARNATIONS + self._members.incarnation(dst)
         dtype = DTYPES.index(x.dtype)
-        self._words.write(index + 1, (tag, dtype, x.numel(), region.offset, both, len(header)))
+        message = tag, dtype, x.numel(), *region.spot, len(header), both
+        self._words.write(index + 1, message)
+        self._places.finish()
         self._words.announce(index, region.sequence)
         shared.ring(dst)
         self._regions.lend(region)
@@ -106,6 +111,7 @@ class SharedMail(Mail):
                 known.setdefault(source, self._members.incarnation(source))
             if self._find(sources, tag) is not None:
                 continue
+            self._deferred.settle(wait=True)
             gone = any_loss and any(table[source].standing in GONE for source in sources)
             if gone or not self._words.wait_change(bell, rung, TICK_S):
                 watch = watch or Watch(op, self._shared.limits, patient=any_loss)
@@ -129,6 +135,7 @@ class SharedMail(Mail):
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         self._members.check()
+        self._deferred.settle()
         if self.restored and (message := self._take_restored(like, sources, tag)) is not None:
             return message
         found = self._find(sources, tag)
@@ -137,13 +144,17 @@ class SharedMail(Mail):
         sequence, src, slot = found
         self._last_source = src
         index = self._layout.slot(src, self._rank, slot)
-        _, code, numel, offset, _, header_bytes = self._words.read(index + 1, 6)
+        code, numel, *places, header_bytes = self._words.read(index + 2, 5)
+        spot, mark = Spot(*places), None
         try:
             check_fit(like, numel, dtype_of(code), src, tag)
-            check_range(src, offset, like.nbytes, header_bytes)
-            x, header = self._shared.arena.read(offset, numel, like.dtype, header_bytes)
+            self._places.check(src, spot, like.nbytes, header_bytes)
+            x, header = self._places.read(spot, numel, like.dtype, header_bytes, like)
+            mark = self._places.mark(spot)
         finally:
-            self._words.announce(self._layout.receipt(src, self._rank, slot), sequence)
+            self._deferred.announce(self._layout.receipt(src, self._rank, slot), sequence, mark)
+        if slot == SENT_SLOT:  # its sender waits for the receipt
+            self._deferred.settle(wait=True)
         return Message(src, x.to(like.device).view_as(like), header)
 
     def _take_restored(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
@@ -168,8 +179,9 @@ class SharedMail(Mail):
         for slot in range(SLOTS):
             index = layout.slot(src, self._rank, slot)
             sequence, its_tag = words.read(index, 2)
-            if sequence > words[layout.receipt(src, self._rank, slot)] and its_tag == tag:
-                if self._is_valid(src, words[index + 5]):
+            taken = self._deferred[layout.receipt(src, self._rank, slot)]
+            if sequence > taken and its_tag == tag:
+                if self._is_valid(src, words[index + 7]):
                     found.append((sequence, src, slot))
                 else:
                     words.announce(layout.receipt(src, self._rank, slot), sequence)
@@ -187,13 +199,16 @@ class SharedMail(Mail):
     def waiting(self) -> list[SavedMessage]:
         """All messages that wait for this rank, those of each sender in order."""
         found = []
+        self._deferred.settle(wait=True)
         for src in range(self._shared.size):
             for slot in range(SLOTS):
                 index = self._layout.slot(src, self._rank, slot)
-                sequence, tag, code, numel, offset, both, size = self._words.read(index, SLOT_WORDS)
+                sequence, tag, code, numel, *places, size, both = self._words.read(
+                    index, SLOT_WORDS
+                )
                 taken = self._words[self._layout.receipt(src, self._rank, slot)]
                 if sequence > taken and self._is_valid(src, both):
-                    x, header = self._shared.arena.read(offset, numel, DTYPES[code], size)
+                    x, header = self._places.read(Spot(*places), numel, DTYPES[code], size)
                     found.append((src, sequence, tag, x, header.hex()))
         found.sort(key=lambda message: message[:2])
         return [*self.restored, *((src, tag, x, header) for src, _, tag, x, header in found)]

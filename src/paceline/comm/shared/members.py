@@ -133,12 +133,13 @@ class SharedMembers(Members):
                 )
             shared.words[index] = os.getpid()
         shared.words[shared.layout.starts(shared.rank)] += 1
-        shared.arena.begin(shared.words[shared.layout.starts(shared.rank)])
+        shared.begin(shared.words[shared.layout.starts(shared.rank)])
 
     def _enter(self, late: bool) -> None:
         """Begin an incarnation: the first one of this rank, or another."""
         shared, own = self.shared, self.shared.rank
         words, layout = shared.words, shared.layout
+        shared.deferred.settle(wait=True)
         was_here = self._table[own].incarnation > 0
         self.late = late or was_here
         slots = [(peer, slot) for peer in range(shared.size) for slot in range(SLOTS)]

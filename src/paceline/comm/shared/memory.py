@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.shared.drivers import pin
 from paceline.errors import MessageMismatch, UsageError
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 RANGE_BYTES = 1 << 40
 """The part of the sparse file that belongs to one rank."""
+MAX_PINNED = 1024
+"""How many of these are page-locked, so that a GPU copies from them and into them itself."""
 MAX_MAPPINGS = 4096
 """How many pieces of the memory are kept mapped; the kernel allows some 65,000 of a process."""
 
@@ -30,6 +33,7 @@ _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 0x7FFFFFFF
 _STRONG_ORDER = platform.machine() == "x86_64"
 _YIELDS = 200
+_CPU = torch.device("cpu")
 
 
 class Arena:
@@ -45,6 +49,7 @@ class Arena:
         self._next = self._first
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
         self._own: list[tuple[int, int, int]] = []
+        self._pinned: list[mmap.mmap] = []
 
     def begin(self, start: int) -> None:
         """Allocate for process number ``start`` of the owner.
@@ -85,7 +90,10 @@ class Arena:
                 raise MessageMismatch(f"{nbytes} bytes at {start} must lie in the shared memory")
             if len(self._mapped) >= MAX_MAPPINGS:  # whoever still uses the oldest one keeps it
                 del self._mapped[next(iter(self._mapped))]
-            self._mapped[key] = mmap.mmap(self._fd, key[1], mmap.MAP_SHARED, offset=first)
+            memory = mmap.mmap(self._fd, key[1], mmap.MAP_SHARED, offset=first)
+            if torch.cuda.is_initialized() and len(self._pinned) < MAX_PINNED and pin(memory):
+                self._pinned.append(memory)  # a page-locked address must not get other memory
+            self._mapped[key] = memory
         return self._mapped[key], start - first
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -104,15 +112,21 @@ class Arena:
         memory[end : end + len(header)] = header
 
     def read(
-        self, start: int, numel: int, dtype: torch.dtype, header_bytes: int
+        self,
+        start: int,
+        numel: int,
+        dtype: torch.dtype,
+        header_bytes: int,
+        device: torch.device = _CPU,
     ) -> tuple[Tensor, bytes]:
-        """Copies of the vector at ``start`` and of the header behind it."""
+        """Copies of the vector at ``start``, on ``device``, and of the header behind it."""
         nbytes = numel * dtype.itemsize
         memory, offset = self.map(start, nbytes + header_bytes)
         end = offset + nbytes
-        x = torch.empty(0, dtype=dtype)
+        x = torch.empty(0, dtype=dtype, device=device)
         if numel:
-            x = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).clone()
+            there = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+            x = there.to(device, copy=True)
         return x, memory[end : end + header_bytes]
 
     def array(self, start: int, numel: int, dtype: torch.dtype) -> Any:
@@ -154,12 +168,17 @@ class SharedWords:
     def __init__(self, memory: mmap.mmap) -> None:
         self._words = memoryview(memory).cast("B").cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.nbytes = len(memory)
 
     def __getitem__(self, index: int) -> int:
         return self._words[index]
 
     def __setitem__(self, index: int, value: int) -> None:
         self._words[index] = value
+
+    def address(self, index: int) -> int:
+        """Where a word lies in this process."""
+        return self._address + index * 8
 
     def read(self, index: int, count: int) -> list[int]:
         """Several words in a row."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes, Watch, goes_on
+from paceline.comm.shared.deferred import DeferredWords
+from paceline.comm.shared.drivers import DriverError, driver_of
 from paceline.comm.shared.layout import Layout
 from paceline.comm.shared.members import MemberTable, Standing
 from paceline.comm.shared.memory import Arena, SharedWords, map_control
+from paceline.comm.shared.places import Places
+from paceline.comm.shared.segments import Segments
 
 _FLOCK = "hhqqi"
 
@@ -27,10 +32,18 @@ class SharedRank:
         limits: how long to wait.
         elastic: whether the others go on when one is lost, and so need their vectors intact.
         workers: how many of the ranks, the first ones, are workers; the others wait for them.
+        device: whose memory a keeper holds for the ranks, if one does.
     """
 
     def __init__(
-        self, fd: int, rank: int, size: int, limits: Limits, elastic: bool, workers: int
+        self,
+        fd: int,
+        rank: int,
+        size: int,
+        limits: Limits,
+        elastic: bool,
+        workers: int,
+        device: str | None = None,
     ) -> None:
         self.fd, self.rank, self.size = fd, rank, size
         self.limits, self.elastic, self._workers = limits, elastic, workers
@@ -38,8 +51,28 @@ class SharedRank:
         self.words = SharedWords(map_control(fd, self.layout.words * 8))
         self.table = MemberTable(self)
         self.processes = Processes(self.pid_of, limits, self._some_go_on)
-        self.arena = Arena(fd, owner=rank + 1)
+        self._device = device
+        self.deferred = DeferredWords(self.words)
+        self.places = Places(Arena(fd, owner=rank + 1))
         self.sequence = 0
+
+    def begin(self, start: int) -> None:
+        """Allocate memory for process number ``start`` of this rank.
+
+        If the ranks of a device cannot share its memory, they use that of the host.
+        """
+        self.places.arena.begin(start)
+        if self._device is None:
+            return
+        try:
+            driver = driver_of(self._device)
+            self.places.segments = Segments(
+                self.words, self.layout, self.rank, driver, self.limits, start
+            )
+        except DriverError as error:
+            if self.rank == 0:
+                text = f"ranks communicate through the host's memory: {error}"
+                print(f"paceline: {text}", file=sys.stderr, flush=True)
 
     def pid_of(self, rank: int) -> int:
         """The process of a rank; 0 while it is not known."""

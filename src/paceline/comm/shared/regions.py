@@ -6,60 +6,83 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.comm.shared.places import Spot
 from paceline.comm.shared.rank import SharedRank
 
 
 @dataclass
 class Region:
-    """Where a vector lies in the arena; ``nbytes`` of it are borrowed and go back later."""
+    """Where a vector lies; ``nbytes`` of it are borrowed and go back later.
 
-    offset: int
+    Attributes:
+        header: the region of its header, if that is not behind the vector.
+        receipts, sequence: it was read when these words have reached this number.
+    """
+
+    place: int
     nbytes: int = 0
-    receipt: int = 0
+    header: Region | None = None
+    receipts: tuple[int, ...] = ()
     sequence: int = 0
+
+    @property
+    def spot(self) -> Spot:
+        """Where the vector and the header lie."""
+        return Spot(self.place, 0 if self.header is None else self.header.place)
 
 
 class Regions:
     """The regions of one rank: free ones, and those that a receiver has not read yet."""
 
     def __init__(self, shared: SharedRank) -> None:
-        self._words, self._arena = shared.words, shared.arena
-        self._free: list[Region] = []
+        self._words, self._places = shared.words, shared.places
+        self._free: dict[bool, list[Region]] = {False: [], True: []}
         self._lent: list[Region] = []
 
     def place(self, x: Tensor) -> Region:
         """Where peers can read ``x``: where it lies, or a borrowed copy."""
-        offset = self._arena.find(x) if x.device.type == "cpu" else None
+        offset = self._places.arena.find(x) if x.device.type == "cpu" else None
         return self.copy(x) if offset is None else Region(offset)
 
-    def borrow(self, nbytes: int) -> Region:
-        """Memory that peers can read."""
+    def borrow(self, nbytes: int, like: Tensor | None = None) -> Region:
+        """Memory that peers can read: of the host, or of the device where ``like`` lies."""
         self._reclaim()
-        fitting = [region for region in self._free if region.nbytes >= nbytes]
+        device = None if like is None else self._places.device_for(like)
+        free = self._free[device is not None]
+        fitting = [region for region in free if region.nbytes >= nbytes]
         if fitting:
             region = min(fitting, key=lambda region: region.nbytes)
-            self._free.remove(region)
+            free.remove(region)
             return region
-        return Region(self._arena.take(nbytes), max(nbytes, 1))
+        take = self._places.arena.take if device is None else device.take
+        return Region(take(nbytes), max(nbytes, 1))
 
     def copy(self, x: Tensor, header: bytes = b"") -> Region:
         """A borrowed copy of a message."""
-        region = self.borrow(x.nbytes + len(header))
-        self._arena.write(region.offset, x, header)
+        if self._places.device_for(x) is None:
+            region = self.borrow(x.nbytes + len(header))
+        else:
+            region = self.borrow(x.nbytes, x)
+            region.header = self.borrow(len(header)) if header else None
+        self._places.write(region.spot, x, header)
         return region
 
     def give_back(self, region: Region) -> None:
         """Let the next message or collective borrow ``region``."""
+        if region.header is not None:
+            self.give_back(region.header)
+            region.header = None
         if region.nbytes:
-            self._free.append(region)
+            self._free[region.spot.on_device].append(region)
 
     def lend(self, region: Region) -> None:
-        """Give a region back as soon as its receipt has come."""
+        """Give a region back as soon as its receipts have come."""
         if region.nbytes:
             self._lent.append(region)
 
     def _reclaim(self) -> None:
-        read = [r for r in self._lent if self._words[r.receipt] >= r.sequence]
+        words = self._words
+        read = [r for r in self._lent if all(words[i] >= r.sequence for i in r.receipts)]
         for region in read:
             self._lent.remove(region)
             self.give_back(region)

@@ -91,16 +91,20 @@ class SharedRendezvous(Rendezvous):
             state |= {"queues": self._batches.state(without), "call": call}
         return state
 
-    def _window(self, window: int) -> tuple[Tensor, str] | None:
+    def _window(self, window: int) -> tuple[Tensor, str, bool] | None:
         seen = self._mail.peek(self._shared.rank, None, window, gone=True)
-        return None if seen is None else (seen.x, seen.header.hex())
+        if seen is None:
+            return None
+        on_device = self._shared.places.device_for(seen.x) is not None
+        return seen.x, seen.header.hex(), on_device
 
     def restore(self, state: dict[str, Any]) -> None:
         """Only on a rank that has done nothing yet."""
         self._mail.restored = [*state["mail"]]
         for name, window in (("window", PUBLISHED), ("kept", SAVED)):
             if state[name] is not None:
-                x, header = state[name]
+                x, header, on_device = state[name]
+                x = self._shared.places.on_device(x) if on_device else x
                 self._mail.publish(x, bytes.fromhex(header), window)
         self._batches.put_in_hand(state["in_hand"])
         if "queues" in state:

@@ -3,7 +3,7 @@
 Each rank has a block of words (see :class:`~.layout.Layout`): who it is, what it has sent, what it
 has taken, how far it is in each group's collectives. It alone writes them, except for its bell.
 Vectors lie in the arena; those that :meth:`SharedCollectives.allocate` made are read by peers where
-they are.
+they are. Vectors of ranks that share a GPU lie in its memory (see :mod:`.segments`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class SharedPorts(Ports):
         late: the ranks that come after the beginning.
         elastic: whether the others go on when one is lost, and so need their vectors intact.
         workers: how many of the ranks, the first ones, are workers; the others wait for them.
+        device: whose memory a keeper holds for the ranks, if one does.
     """
 
     mail: SharedMail
@@ -48,8 +49,10 @@ class SharedPorts(Ports):
         late: Sequence[int] = (),
         elastic: bool = True,
         workers: int | None = None,
+        device: str | None = None,
     ) -> None:
-        shared = SharedRank(fd, rank, size, limits, elastic, size if workers is None else workers)
+        workers = size if workers is None else workers
+        shared = SharedRank(fd, rank, size, limits, elastic, workers, device)
         batches = BatchTable(shared)
         members = SharedMembers(shared, batches, late)
         regions = Regions(shared)
