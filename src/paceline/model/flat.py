@@ -126,6 +126,11 @@ class Flat:
         """Which parameters have a gradient now."""
         return tuple(span.parameter.grad is not None for span in self.spans)
 
+    def has_sparse(self) -> bool:
+        """Whether any gradient is sparse now."""
+        grads = (span.parameter.grad for span in self.spans)
+        return any(grad is not None and grad.is_sparse for grad in grads)
+
     def gradients(self) -> list[Tensor]:
         """The values of the gradients as autograd left them."""
         grads = [span.parameter.grad for span in self.spans if span.parameter.grad is not None]

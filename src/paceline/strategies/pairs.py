@@ -17,7 +17,7 @@ from paceline.comm.ports import Lost
 from paceline.common.seeds import stream
 from paceline.errors import PeersGone
 from paceline.strategies.base import Strategy
-from paceline.strategies.toolbox.guard import ABSURD, is_sound, norm
+from paceline.strategies.toolbox.guard import ABSURD, is_sound, norms
 from paceline.strategies.toolbox.topology import Topology, neighbours
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class PairStrategy(Strategy):
 
         When it is this worker's own model that is broken, that of the peer takes its place.
         """
-        size = norm(move)
-        if size <= _rounding(x) and peer not in self.guard.aside:
+        size, own = norms(move, x)
+        if size <= _rounding(x, own) and peer not in self.guard.aside:
             return True  # as good as equal, which tells nothing of what moves are usual
         if size < ABSURD or is_sound(x):
             return self.guard.admits(size, peer, "model")
@@ -201,11 +201,11 @@ def all_picks(topology: Topology, peers: tuple[int, ...], seed: int, step: int) 
     return picks
 
 
-def _rounding(x: Tensor) -> float:
-    """How far models are apart, at most, that differ by rounding alone."""
+def _rounding(x: Tensor, size: float) -> float:
+    """How far models of this norm are apart, at most, that differ by rounding alone."""
     import torch
 
-    return 16 * torch.finfo(x.dtype).eps * norm(x)
+    return 16 * torch.finfo(x.dtype).eps * size
 
 
 def average(x: Tensor, models: Sequence[Tensor]) -> None:

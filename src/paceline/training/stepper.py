@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.model.gradient import Gradient
 from paceline.model.replica import Replica
 from paceline.record.history import History
+from paceline.strategies.toolbox.device_guard import WHAT, DeviceGuard
 from paceline.strategies.toolbox.guard import glance, is_sound, norm
 from paceline.training.rates import Rates
 
@@ -145,27 +147,37 @@ class Stepper:
             return g
         flat = self.replica.flat
         self._clock.charge_gather(flat.x.nbytes)
-        return replace(g, gathered=flat.gather(), present=flat.present())
+        gathered = flat.gather()
+        self._session.ports.collectives.expect(gathered)
+        return replace(g, gathered=gathered, present=flat.present())
 
     def _judged(self, g: Gradient) -> Gradient:
         """The gradient; dropped, if it is not finite or explodes.
 
         A gradient that stays on this worker is only sampled. A bad one that slips through breaks
         this worker's model until the next exchange repairs it; gradients of a broken model do not
-        count towards setting the worker aside.
+        count towards setting the worker aside. On a GPU, the device judges it.
         """
         if g.overflow:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
+        alone = shared is None and guard.rank not in guard.aside
+        if alone and flat.x.is_cuda and not flat.has_sparse():
+            self._device_guard.pass_through(flat.gather(), g.max_norm)
+            return g
         size = 0.0
         if guard.rank not in guard.aside:
             size = glance(flat.gradients()) if shared is None else norm(shared)
         if g.max_norm is not None and math.isfinite(size):
             size = min(size, g.max_norm)
         admitted = guard.admits(
-            size, guard.rank, "gradient", lambda: shared is not None or is_sound(flat.x)
+            size, guard.rank, WHAT, lambda: shared is not None or is_sound(flat.x)
         )
         return g if admitted else replace(g, dropped=True)
+
+    @cached_property
+    def _device_guard(self) -> DeviceGuard:
+        return DeviceGuard(self.strategy.guard, lambda: is_sound(self.replica.flat.x))
 
     def _mark(self) -> Mark:
         wait_s = self._recorder.meter.wait_s
@@ -203,6 +215,7 @@ class Stepper:
 
     def settle(self) -> None:
         """Finish what the strategy left pending."""
+        self._device_guard.settle()
         if not (self.alone or self.paused or self.skipping):
             self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
 

@@ -51,6 +51,21 @@ def norm(*vectors: Tensor) -> float:
     return size
 
 
+def norms(*vectors: Tensor) -> list[float]:
+    """The norm of each vector. On a GPU, they arrive together: the worker waits only once.
+
+    >>> import torch
+    >>> norms(torch.tensor([3.0, 4.0]), torch.tensor([2.0]))
+    [5.0, 2.0]
+    """
+    import torch
+
+    if not vectors[0].is_cuda:
+        return [norm(vector) for vector in vectors]
+    sizes = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in vectors]
+    return torch.stack(sizes).tolist()
+
+
 def _norm(vectors: Sequence[Tensor], kind: Any) -> float:
     import torch
 
@@ -127,6 +142,11 @@ class Guard:
         self._note(sender, what, dropped=reason is not None and blamed())
         return reason is None
 
+    def limit(self, what: str) -> float:
+        """The largest norm that an update of this kind may have now."""
+        usual = self._usual.get(what)
+        return ABSURD if usual is None else usual.limit
+
     def hear(self, judge: int, dropped: bool) -> None:
         """Hear from another rank whether it has dropped this one's update."""
         if self.rank not in self.aside:
@@ -185,11 +205,16 @@ class Usual:
         """That of the norms; 0 while there are none."""
         return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
 
+    @property
+    def limit(self) -> float:
+        """The largest norm that is not bad."""
+        return min(ABSURD, DROP * self.median) if self.known else ABSURD
+
     def why_not(self, size: float) -> str | None:
         """Why an update of this norm is bad; None when it is not."""
         if not math.isfinite(size):
             return "not finite"
-        if size >= ABSURD or (self.known and size > DROP * self.median):
+        if size > self.limit:
             return f"exploding: the usual norm is {self.median:.3g}"
         return None
 

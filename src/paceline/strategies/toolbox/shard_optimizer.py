@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,12 +93,19 @@ class ShardOptimizer:
             w.mul_(1 - float(group["lr"]) * group["weight_decay"] * share * times)
 
     def buffers(self) -> Tensor | None:
-        """What the optimizer remembers, as one vector on the CPU; None where it remembers nothing.
+        """What the optimizer remembers, as one vector beside the shard; None for nothing.
 
         On a GPU, the number of steps that most optimizers count lies on the CPU all the same.
         """
-        state = [t.reshape(-1).to("cpu", torch.float64) for t in self._state()]
-        return torch.cat(state) if state else None
+        state = self._state()
+        if not state:
+            return None
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state))
+        sizes, like = [tensor.numel() for tensor in state], self._parameters[0].detach()
+        vector = like.new_empty(sum(sizes), dtype=dtype)
+        for part, tensor in zip(vector.split(sizes), state, strict=True):
+            part.copy_(tensor.reshape(-1))
+        return vector
 
     def load_buffers(self, vector: Tensor) -> None:
         """Have the optimizer remember what another's :meth:`buffers` gave."""
