@@ -12,6 +12,7 @@ from typer import Argument, Option
 from paceline._version import __version__
 from paceline.cli.options import (
     AsModel,
+    BenchDevice,
     CalibrationOptions,
     CheckpointOptions,
     Device,
@@ -250,13 +251,14 @@ def drill(
     simulated: Annotated[
         bool, Option("--sim", help="In virtual time; only the cases that can be simulated.")
     ] = False,
+    device: BenchDevice = "cpu",
 ) -> None:
     """Kill, freeze and disturb real runs on purpose. Shows how each run coped."""
     from paceline.cli import drill as d
 
     at_least("seeds", seeds, 1)
-    trials = d.choose(cases or [], strategy or [], full, simulated)
-    d.drill(output.screen(), trials, simulated, seeds)
+    trials = d.choose(cases or [], strategy or [], full, simulated, device)
+    d.drill(output.screen(), trials, simulated, seeds, device)
 
 
 @command(app)
@@ -440,21 +442,31 @@ def comm(
             help="Size of the vector in bytes; may be repeated. [default: 4 KB, 4 MB, 64 MB]",
         ),
     ] = None,
+    device: BenchDevice = "cpu",
 ) -> None:
     """Time an all-reduce: shared memory, gloo, and a plain copy as the lower limit."""
     from paceline.cli.benches import show_comm
 
     for nbytes in size or ():
         at_least("size", nbytes, 4)
-    show_comm(output.screen(), workers, repeats, size)
+    show_comm(output.screen(), workers, repeats, size, device)
 
 
 @command(bench)
-def step(output: OutputOptions, workers: Workers = 2, repeats: Repeats = 40) -> None:
-    """Time a training step of 1.9 million parameters: ours, DDP and PostLocalSGD."""
+def step(
+    output: OutputOptions,
+    workers: Workers = 2,
+    repeats: Repeats = 40,
+    device: BenchDevice = "cpu",
+    hidden: Annotated[
+        int,
+        Option("--hidden", help="Width of the model; 3072 has 12 million parameters."),
+    ] = 1024,
+) -> None:
+    """Time a training step: Paceline's methods, DDP and PostLocalSGD."""
     from paceline.cli.benches import show_step
 
-    show_step(output.screen(), workers, repeats)
+    show_step(output.screen(), workers, repeats, device, hidden)
 
 
 @command(bench, name="sim")

@@ -5,32 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cli.screen import Screen, number, size
+from paceline.cli.task import check_device
 from paceline.common.options import at_least
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
-def show_comm(screen: Screen, workers: int, repeats: int, sizes: list[int] | None) -> None:
+def show_comm(
+    screen: Screen, workers: int, repeats: int, sizes: list[int] | None, device: str
+) -> None:
     """Time the all-reduce of shared memory and of gloo."""
     _check(workers, repeats)
     from paceline.lab.bench.comm import SIZES, bench_comm
+    from paceline.lab.bench.device import shared_device
 
-    rows = bench_comm([workers], sizes or list(SIZES), repeats, on_row=lambda row: None)
+    check_device(device)
+    rows = bench_comm(workers, sizes or list(SIZES), repeats, shared_device(device))
     screen.table(
-        ["engine", "workers", "vector", "ms", "relative to gloo"],
+        ["engine", "workers", "vector", "ms", "relative to gloo", "to a copy"],
         [
-            (r["engine"], str(r["workers"]), size(r["bytes"]), _ms(r), f"{r['ratio_to_gloo']:.3f}")
+            (
+                r["engine"],
+                str(r["workers"]),
+                size(r["bytes"]),
+                _ms(r),
+                f"{r['ratio_to_gloo']:.3f}",
+                f"{r['ratio_to_copy']:.1f}",
+            )
             for r in rows
         ],
     )
     screen.emit({"rows": rows})
 
 
-def show_step(screen: Screen, workers: int, repeats: int) -> None:
+def show_step(screen: Screen, workers: int, repeats: int, device: str, hidden: int) -> None:
     """Time a step with each way of training."""
     _check(workers, repeats)
+    at_least("hidden", hidden, 1)
+    from paceline.lab.bench.device import shared_device
     from paceline.lab.bench.step import bench_step
 
-    rows = bench_step(workers, repeats)
+    check_device(device)
+    rows = bench_step(workers, repeats, shared_device(device), hidden)
     screen.table(
         ["step with", "workers", "ms", "relative to no comm.", "90 % interval"],
         [

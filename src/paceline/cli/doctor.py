@@ -55,7 +55,39 @@ def _gpu() -> str:
 
     if not torch.cuda.is_available():
         raise OptionalMissing("torch sees none; runs use the CPU")
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    peers = f"; {reached} of {len(pairs)} pairs have peer access" if pairs else ""
+    nccl = "nccl" if torch.distributed.is_nccl_available() else "no nccl"
+    return f"{names}{peers}; {nccl}"
+
+
+def _gpu_memory() -> str:
+    import torch
+
+    from paceline.common.reference import refer_to
+    from paceline.launcher.supervisor import run_ranks
+
+    if not torch.cuda.is_available():
+        raise OptionalMissing("no GPU")
+    shares = run_ranks(refer_to(shares_memory), [{}, {}], device="cuda:0")
+    if not all(shares):
+        raise OptionalMissing("ranks on a GPU cannot share its memory; they use that of the host")
+    mps = _mps_runs()
+    return "ranks on a GPU share its memory" + ("; MPS runs" if mps else "; MPS does not run")
+
+
+def _mps_runs() -> bool:
+    """Whether the service runs that lets several processes use a GPU at once."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(folder, "control").exists()
+
+
+def shares_memory(ports: Any, channel: Any, argument: Any) -> bool:
+    """The program of each rank: whether it shares memory of the device."""
+    return ports.shared.places.segments is not None
 
 
 def _room() -> str:
@@ -127,6 +159,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "torch": _torch,
     "gpu": _gpu,
+    "gpu memory": _gpu_memory,
     "room": _room,
     "threads": _threads,
     "shared memory": _ranks("shared_memory"),

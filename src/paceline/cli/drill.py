@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 from paceline.cli.screen import Screen
+from paceline.cli.task import check_device
 from paceline.errors import UsageError
 from paceline.lab.drill.conduct import CaseReport, conduct
 from paceline.lab.drill.leftovers import Leftovers
@@ -14,16 +15,23 @@ from paceline.strategies import STRATEGIES, make_strategy
 
 
 def choose(
-    cases: list[str], methods: list[str], full: bool, virtual: bool
+    cases: list[str], methods: list[str], full: bool, virtual: bool, device: str = "cpu"
 ) -> list[tuple[str, Scenario, str]]:
     """The scenarios and methods to try, in order."""
+    check_device(device)
     chosen = {name: find_scenario(name) for name in cases}
     for name, case in chosen.items():
         if virtual and not case.virtual:
             raise UsageError(f"case {name} cannot be simulated: leave out --sim")
+        if device != "cpu" and case.kind != "faults":
+            raise UsageError(f"case {name} is for the CPU: leave out --device")
     if not cases:
         available = {name: case for name, case in load_scenarios().items() if full or not case.long}
-        chosen = {name: case for name, case in available.items() if case.virtual or not virtual}
+        chosen = {
+            name: case
+            for name, case in available.items()
+            if (case.virtual or not virtual) and (case.kind == "faults" or device == "cpu")
+        }
     return [
         (name, scenario, method)
         for name, scenario in chosen.items()
@@ -49,14 +57,24 @@ def _like(scenario: Scenario) -> list[str]:
 
 
 def drill(
-    screen: Screen, trials: list[tuple[str, Scenario, str]], virtual: bool, seeds: int
+    screen: Screen,
+    trials: list[tuple[str, Scenario, str]],
+    virtual: bool,
+    seeds: int,
+    device: str = "cpu",
 ) -> None:
     """Run all trials, report each outcome as it comes, and show the table."""
     reports = []
     with nullcontext() if virtual else Leftovers() as leftovers:
         for case, scenario, method in trials:
             report = conduct(
-                case, scenario, method, virtual=virtual, seeds=seeds, leftovers=leftovers
+                case,
+                scenario,
+                method,
+                virtual=virtual,
+                seeds=seeds,
+                leftovers=leftovers,
+                device=device,
             )
             reports.append(report)
             screen.say(f"{case}, {method}: {report.outcome} ({report.seconds:.0f} s)")

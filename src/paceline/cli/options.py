@@ -60,6 +60,7 @@ Script = Annotated[
 NoTrace = Annotated[
     bool, Option("--no-trace", help="Write no trace; replays and timelines need one.")
 ]
+BenchDevice = Annotated[str, Option("--device", help="cpu, or one GPU: cuda, cuda:1, ...")]
 Repeats = Annotated[int, Option("--repeats", help="How often each is timed.")]
 
 

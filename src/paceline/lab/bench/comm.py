@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.comm.comm import Comm
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
+from paceline.lab.bench.device import finish
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
 from paceline.launcher.supervisor import run_ranks
@@ -25,27 +26,25 @@ from paceline.launcher.supervisor import run_ranks
 SIZES = (4 << 10, 4 << 20, 64 << 20)
 
 
-def bench_comm(
-    workers: list[int], sizes: list[int], repeats: int, on_row: Callable[[dict[str, Any]], None]
-) -> list[dict[str, Any]]:
-    """Time shared memory, gloo and a plain copy; one row for each engine and size."""
-    rows = []
-    for count in workers:
-        argument = {"sizes": sizes, "repeats": repeats, "port": free_port()}
-        ranks = run_ranks(refer_to(time_engines), [argument] * count)
-        for row in _rows(ranks, count, sizes):
-            rows.append(row)
-            on_row(row)
-    return rows
+def bench_comm(workers: int, sizes: list[int], repeats: int, device: str) -> list[dict[str, Any]]:
+    """Time shared memory, gloo and a plain copy; one row for each engine and size.
+
+    The vectors are in the host's memory, or on one GPU that all ranks share.
+    """
+    argument = {"sizes": sizes, "repeats": repeats, "port": free_port(), "device": device}
+    shared = None if device == "cpu" else device
+    ranks = run_ranks(refer_to(time_engines), [argument] * workers, device=shared)
+    return _rows(ranks, workers, sizes)
 
 
 def time_engines(ports: Ports, channel: Channel, argument: dict[str, Any]) -> Any:
     """Time each engine on one rank: the seconds of each repeat, by size and engine."""
     comm = Comm(ports)
     join_gloo(comm, argument["port"])
+    device = torch.device(argument["device"])
     times: dict[str, dict[str, list[float]]] = {}
     for nbytes in argument["sizes"]:
-        engines = _engines(comm, ports, nbytes // 4)
+        engines = _engines(comm, ports, torch.empty(nbytes // 4, device=device))
         seconds = times[str(nbytes)] = {name: [] for name in engines}
         calls = _calls(nbytes)
         for repeat in range(argument["repeats"] + 1):
@@ -54,6 +53,7 @@ def time_engines(ports: Ports, channel: Channel, argument: dict[str, Any]) -> An
                 start = time.perf_counter()
                 for _ in range(calls):
                     run()
+                finish(device)
                 if repeat:
                     seconds[name].append((time.perf_counter() - start) / calls)
     dist.destroy_process_group()
@@ -65,9 +65,9 @@ def _calls(nbytes: int) -> int:
     return max(2, min(20, (80 << 20) // nbytes))
 
 
-def _engines(comm: Comm, ports: Ports, numel: int) -> dict[str, Callable[[], object]]:
-    shared = ports.collectives.allocate(numel, torch.empty(0))
-    other, copied = torch.zeros(numel), torch.zeros(numel)
+def _engines(comm: Comm, ports: Ports, like: Tensor) -> dict[str, Callable[[], object]]:
+    shared = ports.collectives.allocate(like.numel(), like)
+    other, copied = torch.zeros_like(like), torch.zeros_like(like)
     _check(comm, shared.fill_(comm.rank + 1))
     shared.zero_()
     return {
@@ -91,7 +91,7 @@ def _rows(reports: list[Any], workers: int, sizes: list[int]) -> list[dict[str, 
             engine: [max(times) for times in zip(*(rank[engine] for rank in ranks), strict=True)]
             for engine in ranks[0]
         }
-        gloo = slowest["gloo"]
+        gloo, copy = slowest["gloo"], slowest["memory_copy"]
         for engine, seconds in slowest.items():
             rows.append(
                 {
@@ -101,6 +101,7 @@ def _rows(reports: list[Any], workers: int, sizes: list[int]) -> list[dict[str, 
                     "bytes": nbytes,
                     "ms": statistics.median(seconds) * 1e3,
                     "ratio_to_gloo": statistics.median(seconds) / statistics.median(gloo),
+                    "ratio_to_copy": statistics.median(seconds) / statistics.median(copy),
                 }
             )
     return rows

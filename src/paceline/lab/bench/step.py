@@ -2,7 +2,9 @@
 
 Two processes hold one model for each way of training. Every repeat takes the ways in a random order
 and runs an interval of steps with each, between two intervals without communication. Each time is
-compared with these two neighbors, so that a slow moment of the machine affects both.
+compared with these two neighbors, so that a slow moment of the machine affects both. A method that
+leaves its model for others has processes of its own, and is compared with steps without
+communication there.
 """
 
 from __future__ import annotations
@@ -29,24 +31,40 @@ from paceline.comm.comm import Comm
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
+from paceline.errors import ServingDone
+from paceline.lab.bench.device import finish
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
+from paceline.launcher.spec import ranks_for
 from paceline.launcher.supervisor import run_ranks
 from paceline.strategies import make_strategy
 from paceline.training.session import Session
 from paceline.training.worker import Worker
 
-INTERVAL, BATCH = 16, 32
+INTERVAL, BATCH = 16, {"cpu": 32, "cuda": 128}
 STEPS, WARM_UP = INTERVAL, 2
 PLAIN = "no communication"
+APART = ("gossip", "easgd", "downpour")
 Step = Callable[[], None]
 Interval = tuple[float, float]
 
 
-def bench_step(workers: int, repeats: int) -> list[dict[str, Any]]:
-    """Time a step of each way of training; one row for each."""
-    argument = {"repeats": repeats, "port": free_port()}
-    seconds_by_rank = run_ranks(refer_to(time_steps), [argument] * workers)
+def bench_step(workers: int, repeats: int, device: str, hidden: int) -> list[dict[str, Any]]:
+    """Time a step of each way of training; one row for each.
+
+    The device is ``cpu``, or one GPU that all workers share; ``hidden`` is the width of the model.
+    """
+    argument = {"repeats": repeats, "port": free_port(), "device": device, "hidden": hidden}
+    argument |= {"workers": workers, "method": None}
+    shared = None if device == "cpu" else device
+    seconds_by_rank = run_ranks(refer_to(time_steps), [argument] * workers, device=shared)
+    for method in APART:
+        size = ranks_for(make_strategy(method), workers)
+        of_ranks = run_ranks(
+            refer_to(time_steps), [argument | {"method": method}] * size, device=shared
+        )
+        for seconds, more in zip(seconds_by_rank, of_ranks, strict=False):
+            seconds |= more
     rows, plain = [], []
     for way in seconds_by_rank[0]:
         repeats_of_ranks = zip(*(seconds[way] for seconds in seconds_by_rank), strict=True)
@@ -81,87 +99,133 @@ def _interval_of_median(ordered: list[float]) -> Interval:
 
 def time_steps(ports: Ports, channel: Channel, argument: dict[str, Any]) -> Any:
     """Time the ways of training on one rank: the seconds of a step in each repeat, by way."""
-    comm = Comm(ports)
-    join_gloo(comm, argument["port"])
-    ways = _ways(ports)
-    seconds: dict[str, list[list[float]]] = {way: [] for way in ways if way != PLAIN}
-    order = random.Random(0)
-    for repeat in range(argument["repeats"] + 1):
-        for way in order.sample(list(seconds), len(seconds)):
-            times = [_time(comm, ways[each]) for each in (PLAIN, way, PLAIN)]
-            if repeat:
-                seconds[way].append(times)
-    return seconds
+    bench = Bench(ports, argument["workers"], argument["device"], argument["hidden"])
+    if argument["method"]:
+        return bench.time_apart(argument["method"], argument["repeats"])
+    join_gloo(bench.workers, argument["port"])
+    return bench.time(bench.ways(), argument["repeats"])
 
 
-def _time(comm: Comm, step: Step) -> float:
-    """The mean time of a step over an interval, after a few steps to warm the caches."""
-    for _ in range(WARM_UP):
-        step()
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    return (time.perf_counter() - start) / STEPS
+class Bench:
+    """One rank's part in the timing.
 
+    Args:
+        ports: this rank's place.
+        workers: the number of workers; ranks behind them are servers.
+        device: of the model.
+        hidden: the width of the model.
+    """
 
-def make_net() -> nn.Module:
-    """An MLP of 1.86 million parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
+    def __init__(self, ports: Ports, workers: int, device: str, hidden: int) -> None:
+        self._ports, self._device, self._hidden = ports, torch.device(device), hidden
+        self._is_worker = ports.rank < workers
+        self.workers = Comm(ports).group(range(workers)) if self._is_worker else Comm(ports)
+        self._size = workers
 
+    def time(self, ways: dict[str, Step], repeats: int) -> dict[str, list[list[float]]]:
+        """The seconds of a step in each repeat, by way."""
+        seconds: dict[str, list[list[float]]] = {way: [] for way in ways if way != PLAIN}
+        order = random.Random(0)
+        for repeat in range(repeats + 1):
+            for way in order.sample(list(seconds), len(seconds)):
+                times = [self._time(ways[each]) for each in (PLAIN, way, PLAIN)]
+                if repeat:
+                    seconds[way].append(times)
+        return seconds
 
-def _ways(ports: Ports) -> dict[str, Step]:
-    return {
-        PLAIN: _plain(),
-        "allreduce": _paced(ports, "allreduce"),
-        "torch DDP": _ddp(),
-        "sasgd(interval=16)": _paced(ports, f"sasgd(interval={INTERVAL})"),
-        "torch PostLocalSGD, every 16": _post_local(),
-        "torch PeriodicModelAverager, every 16": _periodic(),
-    }
+    def time_apart(self, method: str, repeats: int) -> dict[str, list[list[float]]]:
+        """The same of one method, which may have servers; a server has nothing to time."""
+        session = self._session(method)
+        try:
+            ways = {PLAIN: self._plain(), method: self._step_of(session)}
+        except ServingDone:
+            return {}
+        seconds = self.time(ways, repeats)
+        session.finish()
+        return seconds
 
+    def _time(self, step: Step) -> float:
+        """The mean time of a step over an interval, after a few steps to warm the caches."""
+        for _ in range(WARM_UP):
+            step()
+        finish(self._device)
+        self.workers.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        finish(self._device)
+        return (time.perf_counter() - start) / STEPS
 
-def _stepper(net: nn.Module, optimizer: Any, after: Step | None = None) -> Step:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, 784, generator=generator)
-    y = torch.randint(0, 10, (BATCH,), generator=generator)
+    def ways(self) -> dict[str, Step]:
+        """The ways of training that can take turns in the same processes."""
+        sasgd = f"sasgd(interval={INTERVAL})"
+        return {
+            PLAIN: self._plain(),
+            "allreduce": self._step_of(self._session("allreduce")),
+            "torch DDP": self._ddp(),
+            sasgd: self._step_of(self._session(sasgd)),
+            "torch PostLocalSGD, every 16": self._post_local(),
+            "torch PeriodicModelAverager, every 16": self._periodic(),
+        }
 
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(net(x), y).backward()
-        optimizer.step()
-        if after is not None:
-            after()
+    def _session(self, strategy: str) -> Session:
+        return Session(
+            MeteredPorts(self._ports),
+            make_strategy(strategy),
+            workers=self._size,
+            seed=0,
+            device=str(self._device),
+        )
 
-    return step
+    def _step_of(self, session: Session) -> Step:
+        net = self._net()
+        return self._stepper(*Worker(session).setup(net, _optimizer(net)))
+
+    def _net(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(
+            nn.Linear(784, self._hidden),
+            nn.ReLU(),
+            nn.Linear(self._hidden, self._hidden),
+            nn.ReLU(),
+            nn.Linear(self._hidden, 10),
+        )
+        return layers.to(self._device)
+
+    def _stepper(self, net: nn.Module, optimizer: Any, after: Step | None = None) -> Step:
+        generator, batch = torch.Generator().manual_seed(1), BATCH[self._device.type]
+        x = torch.randn(batch, 784, generator=generator).to(self._device)
+        y = torch.randint(0, 10, (batch,), generator=generator).to(self._device)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+            if after is not None:
+                after()
+
+        return step
+
+    def _plain(self) -> Step:
+        net = self._net()
+        return self._stepper(net, _optimizer(net))
+
+    def _ddp(self) -> Step:
+        net = DistributedDataParallel(self._net())
+        return self._stepper(net, _optimizer(net))
+
+    def _post_local(self) -> Step:
+        net = self._net()
+        return self._stepper(*post_local(net, _optimizer(net), INTERVAL))
+
+    def _periodic(self) -> Step:
+        net = self._net()
+        average = PeriodicModelAverager(period=INTERVAL, warmup_steps=0).average_parameters
+        return self._stepper(net, _optimizer(net), lambda: average(net.parameters()))
 
 
 def _optimizer(net: nn.Module) -> SGD:
     return SGD(net.parameters(), lr=0.001, momentum=0.9)
-
-
-def _plain() -> Step:
-    net = make_net()
-    return _stepper(net, _optimizer(net))
-
-
-def _paced(ports: Ports, strategy: str) -> Step:
-    session = Session(MeteredPorts(ports), make_strategy(strategy), workers=ports.size, seed=0)
-    net = make_net()
-    return _stepper(*Worker(session).setup(net, _optimizer(net)))
-
-
-def _ddp() -> Step:
-    net = DistributedDataParallel(make_net())
-    return _stepper(net, _optimizer(net))
-
-
-def _post_local() -> Step:
-    net = make_net()
-    return _stepper(*post_local(net, _optimizer(net), INTERVAL))
 
 
 def post_local(
@@ -176,9 +240,3 @@ def post_local(
     wrapped.register_comm_hook(state, post_localSGD_hook)
     averager = PeriodicModelAverager(period=interval, warmup_steps=interval - 1)
     return wrapped, PostLocalSGDOptimizer(optimizer, averager)
-
-
-def _periodic() -> Step:
-    net = make_net()
-    averager = PeriodicModelAverager(period=INTERVAL, warmup_steps=0)
-    return _stepper(net, _optimizer(net), lambda: averager.average_parameters(net.parameters()))

@@ -60,6 +60,7 @@ class CaseReport:
         case: the name of the scenario.
         method: the method, with its options.
         world: ``real`` or ``simulated``.
+        device: of the ranks.
         happened: the events, in words.
         failures: what differs from the expectations; a case without failures has passed.
         unreached: figures that are known to be missed, each with the reason.
@@ -73,6 +74,7 @@ class CaseReport:
     case: str
     method: str
     world: str
+    device: str = "cpu"
     happened: str = ""
     failures: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
@@ -117,6 +119,7 @@ def conduct(
     virtual: bool = False,
     seeds: int = 1,
     leftovers: Leftovers | None = None,
+    device: str = "cpu",
 ) -> CaseReport:
     """Run a scenario, and report its impact, its failures and its leftovers.
 
@@ -127,9 +130,10 @@ def conduct(
         virtual: whether to run it in the simulator.
         seeds: how many runs of each fault.
         leftovers: finds what the processes leave behind; None in the simulator.
+        device: of the ranks, for a scenario of faults.
     """
     began_s = time.monotonic()
-    report = CaseReport(case, method, "simulated" if virtual else "real")
+    report = CaseReport(case, method, "simulated" if virtual else "real", device)
     if scenario.kind == "faults":
         _faults(report, scenario, virtual, seeds)
     else:
@@ -156,7 +160,7 @@ def _faults(report: CaseReport, scenario: Scenario, virtual: bool, seeds: int) -
 
     def disturb(seed: int) -> None:
         with TemporaryDirectory(prefix="paceline-drill-") as folder:
-            result = _run(scenario, report.method, faults, seed, virtual, Path(folder))
+            result = _run(scenario, report, faults, seed, virtual, Path(folder))
             impacts.append(measure_impact(Path(folder), result.events, victims, settled_s))
         accuracies.append(result.accuracy or 0.0)
         report.happened = report.happened or _events_text(result)
@@ -194,7 +198,7 @@ def _faults_for(method: str, scenario: Scenario) -> list[Fault]:
 
 def _run(
     scenario: Scenario,
-    method: str,
+    report: CaseReport,
     faults: Sequence[Fault],
     seed: int,
     virtual: bool,
@@ -203,7 +207,7 @@ def _run(
     incarnations = {str(rank): number for rank, number in scenario.incarnations.items()}
     options: dict[str, Any] = {
         "workers": scenario.workers,
-        "strategy": method,
+        "strategy": report.method,
         "seed": seed,
         "limits": Limits(dead_s=scenario.dead_s),
         "faults": faults,
@@ -216,15 +220,20 @@ def _run(
         },
         "out": folder,
     }
-    return simulate(train, cluster=CLUSTER, **options) if virtual else launch(train, **options)
+    if virtual:
+        return simulate(train, cluster=CLUSTER, **options)
+    return launch(train, device=report.device, **options)
 
 
 @cache
-def _undisturbed(workers: int, epochs: int, method: str, virtual: bool, seeds: int) -> list[float]:
+def _undisturbed(
+    workers: int, epochs: int, method: str, virtual: bool, seeds: int, device: str
+) -> list[float]:
     """The accuracies of runs without faults, with other seeds."""
     calm = Scenario(about="", ids=(), workers=workers, epochs=epochs)
+    report = CaseReport("undisturbed", method, "", device)
     others = range(FIRST_OTHER_SEED, FIRST_OTHER_SEED + seeds)
-    return [_run(calm, method, [], seed, virtual).accuracy or 0.0 for seed in others]
+    return [_run(calm, report, [], seed, virtual).accuracy or 0.0 for seed in others]
 
 
 def _is_as_good(
@@ -232,7 +241,9 @@ def _is_as_good(
 ) -> bool:
     """Whether the mean accuracy is within three standard errors of undisturbed runs, or above."""
     count = max(ENOUGH_SEEDS, len(accuracies))
-    others = _undisturbed(scenario.workers, scenario.epochs, report.method, virtual, count)
+    others = _undisturbed(
+        scenario.workers, scenario.epochs, report.method, virtual, count, report.device
+    )
     report.accuracy = statistics.mean(accuracies)
     report.undisturbed = (statistics.mean(others), statistics.stdev(others))
     mean, deviation = report.undisturbed
