@@ -13,7 +13,20 @@ import torch
 from paceline.comm.comm import Comm
 from paceline.comm.ports import SHELF, Lost
 from paceline.common.faults import freeze, kill
+from paceline.common.reference import find
 from paceline.errors import CommTimeout, MessageMismatch, PeerLost, PeersGone
+
+KEPT = os.environ.get("PACELINE_TEST_DEVICE", "host")
+"""The device whose memory a keeper holds."""
+
+
+def run_on_device(ports: Any, channel: Any, argument: Any) -> Any:
+    """Run a program whose tensors are made on the device of the test."""
+    program = find(argument.pop("program"))
+    if KEPT != "host":
+        torch.set_default_device(KEPT)
+        Comm(ports).all_reduce(torch.ones(2))  # the first use of a GPU takes seconds
+    return program(ports, channel, argument)
 
 
 def vector(*values: float) -> torch.Tensor:

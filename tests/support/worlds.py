@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-from paceline.comm.comm import Comm
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
-from paceline.comm.ports import Ports
 from paceline.common.faults import Fault
-from paceline.common.reference import find, refer_to
-from paceline.launcher.rank_process import Channel
+from paceline.common.reference import refer_to
 from paceline.launcher.supervisor import run_ranks
 from paceline.sim.cluster import load_cluster
 from paceline.sim.world import SimulatedPorts, World
+from support import programs
 
 TRANSPORTS = ("simulated", "shared_memory", "distributed")
 WORLDS = (*TRANSPORTS, "keeper")
 """The worlds of the contract. In ``keeper``, vectors lie in memory that a keeper holds: of the host
 in place of a device, or of the GPU that PACELINE_TEST_DEVICE names."""
-KEPT = os.environ.get("PACELINE_TEST_DEVICE", "host")
+KEPT = programs.KEPT
 on_shared_memory = pytest.mark.transport("shared_memory")
 on_distributed = pytest.mark.transport("distributed")
 on_both = pytest.mark.parametrize(
@@ -84,7 +80,7 @@ def run_program(
         else:
             kept = transport == "keeper"
             outcome.returned = run_ranks(
-                refer_to(run_on_device) if kept else refer_to(program),
+                refer_to(programs.run_on_device) if kept else refer_to(program),
                 [argument | {"program": refer_to(program)} if kept else argument] * size,
                 transport="shared_memory" if kept else transport,
                 device=KEPT if kept else None,
@@ -95,15 +91,6 @@ def run_program(
     except Exception as error:
         outcome.error = error
     return outcome
-
-
-def run_on_device(ports: Ports, channel: Channel, argument: dict[str, Any]) -> Any:
-    """Run a program whose tensors are made on the device of the test."""
-    program = find(argument.pop("program"))
-    if KEPT != "host":
-        torch.set_default_device(KEPT)
-        Comm(ports).all_reduce(torch.ones(2))  # the first use of a GPU takes seconds
-    return program(ports, channel, argument)
 
 
 def _simulate(
