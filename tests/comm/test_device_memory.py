@@ -11,6 +11,7 @@ from support.worlds import on_shared_memory
 
 from paceline.comm.limits import Limits
 from paceline.comm.ports import MAILBOX_CAPACITY, PUBLISHED, SAVED
+from paceline.comm.shared.drivers import CudaDriver
 from paceline.comm.shared.keeper import keep
 from paceline.comm.shared.memory import Arena
 from paceline.comm.shared.segments import ADDRESSES
@@ -114,3 +115,26 @@ def test_a_vector_outside_of_its_segment_is_refused(join):
     sender.shared.words[index + 4] += 1 << 30
     with pytest.raises(MessageMismatch, match="must lie in its segment"):
         receiver.mail.try_receive(torch.ones(3), (0,), 0)
+
+
+class Stream:
+    """A stream of a GPU that notes when the host waits for it."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def test_what_was_asked_on_another_stream_is_done_first(monkeypatch):
+    driver = CudaDriver.__new__(CudaDriver)  # without a GPU
+    driver._index, driver._stream = 0, None
+    first, second = Stream(), Stream()
+    for stream in (first, first, second):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
+        driver.enter()
+    assert (first.waits, second.waits) == (1, 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: first)
+    driver.finish()
+    assert (first.waits, second.waits) == (1, 1)

@@ -46,6 +46,9 @@ class Driver(Protocol):
     def open(self, handle: bytes, nbytes: int) -> Tensor:
         """The bytes of a handle that another process has allocated."""
 
+    def enter(self) -> None:
+        """Begin to ask something of the device: what was asked on another stream is done first."""
+
     def mark(self) -> Milestone:
         """This moment, among all that this thread asks of the device."""
 
@@ -81,7 +84,7 @@ class CudaDriver(Driver):
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._index, self._distance = index, 0
-        self._last: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -108,10 +111,16 @@ class CudaDriver(Driver):
         view = _Bytes(pointer.value or 0, nbytes)
         return torch.as_tensor(view, device=self.device)
 
+    def enter(self) -> None:
+        stream = torch.cuda.current_stream(self._index)
+        if self._stream is not None and self._stream != stream:
+            self._stream.synchronize()
+        self._stream = stream
+
     def mark(self) -> Milestone:
-        self._last = torch.cuda.Event()
-        self._last.record(torch.cuda.current_stream(self._index))
-        return self._last
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._index))
+        return event
 
     def share_words(self, address: int, nbytes: int) -> None:
         pointer, size = ctypes.c_uint64(), ctypes.c_size_t(nbytes)
@@ -127,9 +136,7 @@ class CudaDriver(Driver):
         self._call("cuStreamWriteValue64_v2", stream, word, ctypes.c_uint64(value), 0)
 
     def finish(self) -> None:
-        if self._last is not None:  # the user may have changed to another stream since
-            self._last.synchronize()
-        torch.cuda.current_stream(self._index).synchronize()
+        (self._stream or torch.cuda.current_stream(self._index)).synchronize()
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -185,6 +192,9 @@ class HostDriver(Driver):
         pid, fd = struct.unpack_from("=qq", handle)
         with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+    def enter(self) -> None:
+        pass
 
     def mark(self) -> Milestone:
         return _SlowMilestone()

@@ -16,7 +16,7 @@ from torch import Tensor, dtype
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S
 from paceline.comm.shared.drivers import HANDLE_BYTES, Driver, DriverError, Milestone
-from paceline.comm.shared.layout import HANDLE_WORDS, SEGMENTS, Layout
+from paceline.comm.shared.layout import GIVEN, HANDLE_WORDS, SEGMENTS, Layout
 from paceline.comm.shared.memory import SharedWords
 from paceline.errors import MessageMismatch, PacelineError, UsageError
 
@@ -27,9 +27,6 @@ _WINDOWS = 8
 _HALF = (SEGMENTS - _WINDOWS) // 2
 _LEAST_BYTES = 4 << 20
 _ALIGNMENT = 512
-
-
-_GIVEN = 1
 
 
 class KeeperLost(PacelineError):
@@ -108,17 +105,21 @@ class Segments:
 
     def write(self, address: int, x: Tensor) -> None:
         """Have the device copy a vector to ``address``."""
+        self._enter()
         self.tensor(address, x.numel(), x.dtype).copy_(x)
-        self._busy = True
 
     def read(self, address: int, numel: int, kind: dtype) -> Tensor:
         """Have the device copy the vector at ``address``."""
-        self._busy = True
+        self._enter()
         return self.tensor(address, numel, kind).clone()
 
     def set_word(self, index: int, value: int) -> None:
         """Have the device set a word of the control area, after what it was asked before."""
+        self._enter()
         self._driver.set_word(self._words.address(index), value)
+
+    def _enter(self) -> None:
+        self._driver.enter()
         self._busy = True
 
     def mark(self) -> Milestone:
@@ -139,7 +140,7 @@ class Segments:
         if not words[index]:
             words.announce(index, max(nbytes, _LEAST_BYTES))
             words.announce(self._layout.keeper_bell, slot * self._layout.size + self._rank + 1)
-        if words[index + 1] != _GIVEN:  # an earlier process may have asked, and died
+        if words[index + 1] != GIVEN:  # an earlier process may have asked, and died
             self._await_keeper(index + 1)
         return words[index]
 
@@ -151,7 +152,7 @@ class Segments:
                 raise MessageMismatch(f"segment {slot} of rank {owner}: there is no such rank")
             index = self._layout.segment(owner, slot)
             nbytes, given = self._words.read(index, 2)
-            if given != _GIVEN:
+            if given != GIVEN:
                 raise MessageMismatch(f"segment {slot} of rank {owner} was never given")
             handle = self._words.read(index + 2, HANDLE_WORDS)
             content = b"".join(word.to_bytes(8, "little", signed=True) for word in handle)
@@ -166,7 +167,7 @@ class Segments:
                     f"the keeper of {self.device} has given no memory for"
                     f" {self._limits.start_s:g} s"
                 )
-        if words[given] != _GIVEN:
+        if words[given] != GIVEN:
             reason = self._driver.reason(-words[given])
             raise DriverError(-words[given], f"the keeper got no memory of {self.device}: {reason}")
 
