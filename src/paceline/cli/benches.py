@@ -16,10 +16,8 @@ def show_comm(
     """Time the all-reduce of shared memory and of gloo."""
     _check(workers, repeats)
     from paceline.lab.bench.comm import SIZES, bench_comm
-    from paceline.lab.bench.device import shared_device
 
-    check_device(device)
-    rows = bench_comm(workers, sizes or list(SIZES), repeats, shared_device(device))
+    rows = bench_comm(workers, sizes or list(SIZES), repeats, _one_device(device))
     screen.table(
         ["engine", "workers", "vector", "ms", "relative to gloo", "to a copy"],
         [
@@ -41,11 +39,9 @@ def show_step(screen: Screen, workers: int, repeats: int, device: str, hidden: i
     """Time a step with each way of training."""
     _check(workers, repeats)
     at_least("hidden", hidden, 1)
-    from paceline.lab.bench.device import shared_device
     from paceline.lab.bench.step import bench_step
 
-    check_device(device)
-    rows = bench_step(workers, repeats, shared_device(device), hidden)
+    rows = bench_step(workers, repeats, _one_device(device), hidden)
     screen.table(
         ["step with", "workers", "ms", "relative to no comm.", "90 % interval"],
         [
@@ -113,6 +109,14 @@ def _check(workers: int, repeats: int) -> None:
     check_real_workers(workers)
     at_least("workers", workers, 2)
     at_least("repeats", repeats, 1)
+
+
+def _one_device(device: str) -> str:
+    """The device that all ranks share, by its whole name."""
+    check_device(device)
+    from paceline.launcher.spec import OnDevice
+
+    return OnDevice(device=device).device_of(0)
 
 
 def _ms(row: dict[str, Any]) -> str:

@@ -161,8 +161,8 @@ class Stepper:
         if g.overflow:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
-        alone = shared is None and guard.rank not in guard.aside
-        if alone and flat.x.is_cuda and not flat.has_sparse():
+        stays = shared is None and guard.rank not in guard.aside
+        if stays and flat.x.is_cuda and not flat.has_sparse():
             self._device_guard.pass_through(flat.gather(), g.max_norm)
             return g
         size = 0.0

@@ -7,11 +7,9 @@ segment by setting its size in the control area, and the keeper answers with a h
 
 from __future__ import annotations
 
-import os
-
 from paceline.comm.liveness import TICK_S
 from paceline.comm.shared.drivers import Driver, DriverError, driver_of
-from paceline.comm.shared.layout import Layout
+from paceline.comm.shared.layout import GIVEN, Layout
 from paceline.comm.shared.memory import SharedWords, map_control
 
 
@@ -19,7 +17,6 @@ def keep(fd: int, size: int, device: str) -> None:
     """Give out memory of ``device`` to ``size`` ranks, until this process is ended."""
     layout = Layout(size)
     words = SharedWords(map_control(fd, layout.words * 8))
-    words.announce(layout.keeper, os.getpid())
     driver: Driver | None = None
     while True:
         rung = words[layout.keeper_bell]
@@ -30,7 +27,7 @@ def keep(fd: int, size: int, device: str) -> None:
                     driver = driver or driver_of(device)
                     handle = memoryview(driver.allocate(nbytes)).cast("q")
                     words.write(index + 2, tuple(handle))
-                    words.announce(index + 1, 1)
+                    words.announce(index + 1, GIVEN)
                 except DriverError as error:
                     words.announce(index + 1, -error.code)
         while not words.wait_change(layout.keeper_bell, rung, TICK_S):

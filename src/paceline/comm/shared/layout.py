@@ -17,6 +17,8 @@ WINDOW_WORDS = 4 + 3 * BUFFERS
 SEGMENTS, HANDLE_WORDS = 68, 8
 """How many segments of a device's memory a rank may have, and the words of the handle of each."""
 SEGMENT_WORDS = 2 + HANDLE_WORDS
+GIVEN = 1
+"""What a keeper sets when it has given a segment; if it cannot, the driver's code, below 0."""
 
 
 class Layout:
@@ -37,8 +39,8 @@ class Layout:
 
     After the blocks come the member table, the final roster, the directory of groups, the next
     batch of each queue, and the batches that were taken back from lost ranks; these are written
-    under a lock. Then come the rendezvous, whether the data queue is closed, and the process and
-    the bell of the keeper.
+    under a lock. Then come the rendezvous, whether the data queue is closed, and the bell of the
+    keeper.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,8 +62,7 @@ class Layout:
         self.any_finished = self.rendezvous + 3
         self.finished_in = self.rendezvous + 5 + 2 * size
         self.closed = self.finished_in + size
-        self.keeper = self.closed + 1
-        self.keeper_bell = self.keeper + 1
+        self.keeper_bell = self.closed + 1
         self.words = self.keeper_bell + 1
 
     def pid(self, rank: int) -> int:

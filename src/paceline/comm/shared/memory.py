@@ -111,6 +111,16 @@ class Arena:
             torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset).copy_(x)
         memory[end : end + len(header)] = header
 
+    def write_bytes(self, start: int, content: bytes) -> None:
+        """Copy bytes to ``start``."""
+        memory, offset = self.map(start, len(content))
+        memory[offset : offset + len(content)] = content
+
+    def read_bytes(self, start: int, nbytes: int) -> bytes:
+        """A copy of the bytes at ``start``."""
+        memory, offset = self.map(start, nbytes)
+        return memory[offset : offset + nbytes]
+
     def read(
         self,
         start: int,

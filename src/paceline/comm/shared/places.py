@@ -18,7 +18,6 @@ from paceline.errors import MessageMismatch
 
 MAX_HEADER_BYTES = 1 << 24
 """The largest header that a rank reads, whatever a peer claims."""
-_NO_VECTOR = torch.empty(0)
 
 
 class Spot(NamedTuple):
@@ -80,7 +79,7 @@ class Places:
             self.arena.write(spot.vector, x, header)
             return
         if header:
-            self.arena.write(spot.header, _NO_VECTOR, header)
+            self.arena.write_bytes(spot.header, header)
         self._device().write(spot.vector, x)
 
     def read(
@@ -95,9 +94,7 @@ class Places:
         if not spot.on_device:
             device = torch.device("cpu") if like is None else like.device
             return self.arena.read(spot.vector, numel, dtype, header_bytes, device)
-        header = b""
-        if header_bytes:
-            _, header = self.arena.read(spot.header, 0, dtype, header_bytes)
+        header = self.arena.read_bytes(spot.header, header_bytes) if header_bytes else b""
         return self._device().read(spot.vector, numel, dtype), header
 
     def check(self, src: int, spot: Spot, nbytes: int, header_bytes: int) -> None:
@@ -116,7 +113,7 @@ class Places:
 
     def mark(self, spot: Spot) -> Milestone | None:
         """This moment, among all that the device is asked; None for a message in the arena."""
-        return self._device().mark() if spot.on_device else None
+        return self.mark_device() if spot.on_device else None
 
     def mark_device(self) -> Milestone:
         """This moment, among all that the device is asked."""

@@ -24,7 +24,6 @@ from paceline.errors import MessageMismatch
 
 HEADERS = 8
 """How many versions an owner may be ahead of its device."""
-_NO_VECTOR = torch.empty(0)
 
 
 @dataclass
@@ -82,11 +81,11 @@ class Windows:
     def _write_header(self, spot: Spot, header: bytes, version: int) -> None:
         """Write a header to its place in the ring; while that is done, it belongs to no version."""
         place, arena = _in_ring(spot, len(header), version), self._places.arena
-        arena.write(place, _NO_VECTOR, bytes(8))
+        arena.write_bytes(place, bytes(8))
         self._words.fence()
-        arena.write(place + 8, _NO_VECTOR, header)
+        arena.write_bytes(place + 8, header)
         self._words.fence()
-        arena.write(place, _NO_VECTOR, version.to_bytes(8, "little"))
+        arena.write_bytes(place, version.to_bytes(8, "little"))
 
     def _open(self, x: Tensor, header: bytes, start: int, window: int) -> None:
         """Find memory for a window, or take over that of an earlier process."""
@@ -132,7 +131,7 @@ class Windows:
         x, _ = self._places.read(spot, numel, dtype, 0)
         place = _in_ring(spot, header_bytes, version)
         self._places.finish()
-        _, header = self._places.arena.read(place, 0, dtype, 8 + header_bytes)
+        header = self._places.arena.read_bytes(place, 8 + header_bytes)
         return x, header[8:], int.from_bytes(header[:8], "little") == version
 
 

@@ -118,9 +118,8 @@ class Bench:
 
     def __init__(self, ports: Ports, workers: int, device: str, hidden: int) -> None:
         self._ports, self._device, self._hidden = ports, torch.device(device), hidden
-        self._is_worker = ports.rank < workers
-        self.workers = Comm(ports).group(range(workers)) if self._is_worker else Comm(ports)
-        self._size = workers
+        comm, self._size = Comm(ports), workers
+        self.workers = comm.group(range(workers)) if ports.rank < workers else comm
 
     def time(self, ways: dict[str, Step], repeats: int) -> dict[str, list[list[float]]]:
         """The seconds of a step in each repeat, by way."""
