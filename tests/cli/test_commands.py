@@ -63,7 +63,10 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_simulated_run_learns(strategy, outcome):
-    output = outcome("sim", "-s", strategy, "-w", 8, "--model", "mlp", "--epochs", 4, "--seed", 5)
+    epochs = 4 if strategy == "diloco" else 3
+    output = outcome(
+        "sim", "-s", strategy, "-w", 4, "--model", "mlp", "--epochs", epochs, "--seed", 5
+    )
     assert set(output) >= set(RESULT_KEYS)
     assert output["accuracy"] > 0.75
     assert output["virtual_seconds"] > 0

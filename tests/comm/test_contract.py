@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import programs, worlds
-from support.worlds import on_shared_memory, run_program
+from support.worlds import on_hosts, on_shared_memory, run_program
 
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
@@ -88,7 +88,7 @@ def test_a_rank_of_weight_0_hands_in_nothing(transport):
     assert outcome.values == [[12, [6.0, 3.0], 0, rank] for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("name", ["simulated", "shared_memory"])
+@pytest.mark.parametrize("name", ["simulated", "shared_memory", "hosts"])
 def test_sums_are_in_rank_order(name):
     outcome = run_program(name, programs.reduce_in_rank_order, SIZE, numel=70_001)
     assert outcome.values == [True] * SIZE
@@ -157,7 +157,12 @@ def test_a_loss_is_heard_once_and_after_the_last_message(transport):
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 @pytest.mark.parametrize(
-    "world", ["simulated", pytest.param("shared_memory", marks=on_shared_memory)]
+    "world",
+    [
+        "simulated",
+        pytest.param("shared_memory", marks=on_shared_memory),
+        pytest.param("hosts", marks=on_hosts),
+    ],
 )
 def test_a_lost_sender_is_heard_of_while_others_are_silent(world, how):
     limits, policy = Limits(dead_s=0.5), MembershipPolicy(True, SIZE, "continue", 0)

@@ -10,9 +10,10 @@ import torch
 
 from paceline.comm.comm import Comm
 from paceline.comm.limits import Limits
-from paceline.comm.shared.members import Entry, Standing
+from paceline.comm.shared.members import Entry
 from paceline.comm.shared.memory import Arena
 from paceline.comm.shared.world import SharedPorts
+from paceline.comm.standing import Standing
 
 LIKE = torch.zeros(1)
 

@@ -17,7 +17,7 @@ from paceline.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = list(read_corpus(ROOT / "tests" / "corpus" / "faults.txt"))
-SEEDS = 40
+SEEDS = 30
 SITES = [
     "kill",
     "short freeze",

@@ -34,15 +34,6 @@ def launch(strategy, *faults, **how):
     return pl.launch(train, workers=WORKERS, strategy=strategy, faults=faults, **how)
 
 
-def happened(result, event):
-    return [e["rank"] for e in result.events if e["event"] == event]
-
-
-def answers(result):
-    """The answer of each worker that finished."""
-    return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
-
-
 @pytest.mark.parametrize("strategy", ["allreduce", "sasgd(interval=4)", "layered"])
 def test_a_synchronous_method_ends_with_the_same_bits_as_in_the_arena(
     strategy, tmp_path, monkeypatch
@@ -61,24 +52,24 @@ def test_the_others_continue_when_a_worker_dies(strategy):
     if strategy == "allreduce":  # whose workers wait for the victim inside a step
         how["arguments"] = {}
     result = launch(strategy, pl.kill(rank=1).at(step=3), **how)
-    assert happened(result, "lost") == [1]
-    assert set(answers(result)) == {0, 2}
-    assert len(set(answers(result).values())) == 1
+    assert runs.happened(result, "lost") == [1]
+    assert set(runs.answers(result)) == {0, 2}
+    assert len(set(runs.answers(result).values())) == 1
 
 
 @pytest.mark.parametrize("strategy", ["downpour(shards=2)", "cyclic", "layered"])
 def test_a_server_that_dies_has_a_successor_that_finds_what_it_left(strategy, tmp_path):
     how = {"victim": WORKERS, "until_incarnation": 2, "pids": str(tmp_path)}
     result = launch(strategy, arguments=how, on_loss="continue")
-    assert happened(result, "succeeded") == [WORKERS] and result.lost_workers == 0
-    assert set(answers(result)) == {0, 1, 2}
+    assert runs.happened(result, "succeeded") == [WORKERS] and result.lost_workers == 0
+    assert set(runs.answers(result)) == {0, 1, 2}
 
 
 def test_a_lost_worker_is_restarted():
     how = {"max_restarts": 1, "arguments": {"victim": 2, "until_incarnation": 2}}
     result = launch("gossip", pl.kill(rank=2).at(step=3), **how)
-    assert happened(result, "restarted") == happened(result, "joined") == [2]
-    assert set(answers(result)) == {0, 1, 2}
+    assert runs.happened(result, "restarted") == runs.happened(result, "joined") == [2]
+    assert set(runs.answers(result)) == {0, 1, 2}
 
 
 def end_the_keeper(worker, number):
@@ -103,6 +94,6 @@ def test_the_loss_of_the_keeper_ends_the_run_and_names_it(number, reason):
 def test_where_no_memory_can_be_shared_ranks_use_that_of_the_host(monkeypatch, capfd):
     monkeypatch.setattr(LaunchSpec, "shared_device", "cuda:99")
     result = launch("gossip")
-    assert set(answers(result)) == {0, 1, 2}
+    assert set(runs.answers(result)) == {0, 1, 2}
     said = capfd.readouterr().err
     assert said.count("ranks communicate through the host's memory") == 1

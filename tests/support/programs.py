@@ -46,6 +46,8 @@ def die(ports: Any, how: str) -> None:
         ports.world.inject(fault)
         ports.clock.begin_step(-1)
     else:
+        if hasattr(ports, "link"):  # what it sent last may still be on its way
+            ports.link.flush()
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 

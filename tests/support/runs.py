@@ -477,6 +477,16 @@ def state_of(pid: int) -> str | None:
         return None
 
 
+def happened(result: pl.Result, event: str) -> list[int]:
+    """The ranks to which an event happened."""
+    return [e["rank"] for e in result.events if e["event"] == event]
+
+
+def answers(result: pl.Result) -> dict[int, Any]:
+    """The answer of each worker of :func:`train_through_losses` that finished."""
+    return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
+
+
 def children_of(pid: int) -> list[int]:
     """The children of a process, including zombies."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")

@@ -17,13 +17,14 @@ from paceline.sim.cluster import load_cluster
 from paceline.sim.world import SimulatedPorts, World
 from support import programs
 
-TRANSPORTS = ("simulated", "shared_memory", "distributed")
+TRANSPORTS = ("simulated", "shared_memory", "distributed", "hosts")
 WORLDS = (*TRANSPORTS, "keeper")
 """The worlds of the contract. In ``keeper``, vectors lie in memory that a keeper holds: of the host
 in place of a device, or of the GPU that PACELINE_TEST_DEVICE names."""
 KEPT = programs.KEPT
 on_shared_memory = pytest.mark.transport("shared_memory")
 on_distributed = pytest.mark.transport("distributed")
+on_hosts = pytest.mark.transport("hosts")
 on_both = pytest.mark.parametrize(
     "world",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
@@ -103,6 +104,8 @@ def _ranks(transport: str) -> Callable[[], str]:
 
         if transport == "shared_memory" and sys.platform != "linux":
             raise OptionalMissing("needs Linux; runs use --transport distributed")
+        if transport == "hosts" and importlib.util.find_spec("zmq") is None:
+            raise OptionalMissing('needs pyzmq: pip install "paceline[hosts]"')
         averages = run_ranks(refer_to(average), [{}, {}], transport=transport)
         if averages != [1.5, 1.5]:
             raise PacelineError(f"an all-reduce of 1 and 2 gave {averages}")
@@ -164,6 +167,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "threads": _threads,
     "shared memory": _ranks("shared_memory"),
     "gloo": _ranks("distributed"),
+    "many hosts": _ranks("hosts"),
     "simulator": _simulator,
     "bundled data": _data,
     "whole data": _full_data,

@@ -35,7 +35,8 @@ TransportName = Annotated[
     str | None,
     Option(
         "--transport",
-        help="shared_memory, or distributed (gloo, nccl). [default: shared_memory on Linux]",
+        help="shared_memory, distributed (gloo, nccl), or hosts (ZeroMQ)."
+        " [default: shared_memory on Linux]",
     ),
 ]
 Device = Annotated[

@@ -114,9 +114,9 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
         for source, target in ((stdout, 1), (stderr, 2)):
             os.dup2(source, target)
             os.close(source)
-        from paceline.launcher.rank_process import keeper_main, rank_main
+        from paceline.launcher.rank_process import MAIN_OF
 
-        code = (keeper_main if config.get("keeps") else rank_main)(config, rest)
+        code = MAIN_OF[config["role"]](config, rest)
     except BaseException:
         import traceback
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from paceline.comm.limits import Limits
 from paceline.common.reference import find
 from paceline.errors import (
     CommTimeout,
@@ -87,6 +88,19 @@ def keeper_main(config: Message, fds: list[int]) -> int:
     return 1
 
 
+def registrar_main(config: Message, fds: list[int]) -> int:
+    """The main function of the registrar, who knows the members; the launcher ends it."""
+    from paceline.comm.hosts.registrar_process import keep_roll
+
+    _heed_launcher_alone(config)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    journal, listener = fds
+    own = {name: config[name] for name in ("size", "workers", "late")}
+    token, limits = bytes.fromhex(config["token"]), Limits(**config["limits"])
+    keep_roll(listener, journal, token, limits=limits, **own)
+    return 1
+
+
 def _heed_launcher_alone(config: Message) -> None:
     """Take over the launcher's environment, and leave signals of a terminal to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,3 +156,7 @@ def _describe(error: BaseException) -> Message:
         message |= {"ranks": error.ranks, "op": error.op, "waited_s": error.waited_s}
         message |= {"reason": getattr(error, "reason", "")}
     return message
+
+
+MAIN_OF = {"rank": rank_main, "keeper": keeper_main, "registrar": registrar_main}
+"""The main function of each role that a forked process can have."""

@@ -160,7 +160,7 @@ class LaunchSpec(Started, OnDevice):
     """A run in processes on this host; ``train`` must be at the top level of a module or script.
 
     Args:
-        transport: ``shared_memory``, or ``distributed`` for gloo and nccl.
+        transport: ``shared_memory``, ``distributed`` for gloo and nccl, or ``hosts``.
     """
 
     workers: int = 2

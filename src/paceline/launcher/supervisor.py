@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +26,7 @@ from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.rank_process import Message, refuse_in_rank
 from paceline.launcher.signals import Stop
-from paceline.launcher.transports import TRANSPORTS
+from paceline.launcher.transports import TRANSPORTS, Opening
 
 GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
@@ -108,6 +108,23 @@ class Rank:
         return self.error is not None or (self.code is not None and not self.returned)
 
 
+@dataclass
+class Helper:
+    """A process beside the ranks.
+
+    Attributes:
+        role: ``keeper`` or ``registrar``.
+        fds: the descriptors that it inherits.
+        process: its current process.
+        watched: looks whether that is stopped.
+    """
+
+    role: str
+    fds: Sequence[int]
+    process: Rank = field(default_factory=lambda: Rank(-1))
+    watched: Processes | None = None
+
+
 def run_ranks(
     program: Reference,
     arguments: Sequence[Mapping[str, Any]],
@@ -134,7 +151,7 @@ def run_ranks(
     policy = policy or MembershipPolicy(True, size, "stop", 0)
     refuse_in_rank()
     one_of("transport", transport, TRANSPORTS)
-    with ForkServer.borrow() as fork_server, TRANSPORTS[transport].open(size) as fd:
+    with ForkServer.borrow() as fork_server, TRANSPORTS[transport].open(size) as opening:
         late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
             "transport": transport,
@@ -151,9 +168,10 @@ def run_ranks(
             "elastic": policy.goes_on,
             "workers": policy.workers,
             "device": device,
+            **opening.config,
         }
         supervisor = Supervisor(
-            fork_server, common, arguments, fd, limits, on_message, policy, stop or Stop(False)
+            fork_server, common, arguments, opening, limits, on_message, policy, stop or Stop(False)
         )
         try:
             supervisor.start_all(faults, folder)
@@ -179,7 +197,7 @@ class Supervisor:
         fork_server: ForkServer,
         common: Message,
         arguments: Sequence[Mapping[str, Any]],
-        fd: int,
+        opening: Opening,
         limits: Limits,
         on_message: OnMessage,
         policy: MembershipPolicy,
@@ -187,7 +205,7 @@ class Supervisor:
     ) -> None:
         self.ranks = [Rank(number) for number in range(len(arguments))]
         self._workers = self.ranks[: policy.workers]
-        self._fork_server, self._fd, self._stop = fork_server, fd, stop
+        self._fork_server, self._fd, self._stop = fork_server, opening.fd, stop
         self._common, self._arguments = common, arguments
         self._on_message, self._policy, self._limits = on_message, policy, limits
         # Peers report a stopped rank first, because they know in which operation it is missing.
@@ -200,8 +218,11 @@ class Supervisor:
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
-        self._keeper = Rank(-1)
-        self._keeper_process = Processes(lambda _: self._keeper.pid, limits, self._some_continue)
+        self._helpers: list[Helper] = []
+        if common["device"] is not None:
+            self._helpers.append(Helper("keeper", [opening.fd]))
+        if (role := TRANSPORTS[common["transport"]].helper) is not None:
+            self._helpers.append(Helper(role, opening.helper_fds))
 
     # Starting ------------------------------------------------------------------------------------
 
@@ -213,9 +234,8 @@ class Supervisor:
         for fault in faults:
             if fault.at_step is None:
                 self._later(fault.at_s or 0.0, partial(self._inject, fault))
-        if self._common["device"] is not None:
-            config = {**self._common, "keeps": True}
-            self._keeper.begin(self._fork_server.start(config, [self._fd], self._limits))
+        for helper in self._helpers:
+            self._start_helper(helper)
         for rank in self.ranks:
             if rank.number not in self._common["late"]:
                 self._unready.add(rank.number)
@@ -255,7 +275,7 @@ class Supervisor:
         self._due.append((self._common["started_s"] + seconds, act))
 
     def _start(self, rank: Rank) -> None:
-        config = {**self._common, "rank": rank.number, "seen": rank.seen}
+        config = {**self._common, "role": "rank", "rank": rank.number, "seen": rank.seen}
         config["argument"] = dict(self._arguments[rank.number])
         rank.close_pipe()
         rank.pipe, writer = os.pipe()
@@ -264,6 +284,12 @@ class Supervisor:
             rank.begin(self._fork_server.start(config, [writer, self._fd], self._limits))
         finally:
             os.close(writer)
+
+    def _start_helper(self, helper: Helper) -> None:
+        config = {**self._common, "role": helper.role}
+        helper.process.begin(self._fork_server.start(config, helper.fds, self._limits))
+        pid = helper.process.pid
+        helper.watched = Processes(lambda _: pid, self._limits, self._some_continue)
 
     def _inject(self, fault: Fault) -> None:
         rank = self.ranks[rank_of(fault)]
@@ -286,7 +312,7 @@ class Supervisor:
         failed_s: float | None = None
         while any(rank.running for rank in self.ranks):
             self._receive_all()
-            self._check_keeper()
+            self._check_helpers()
             self._stop.act(self.ranks)
             now_s = time.monotonic()
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
@@ -303,7 +329,7 @@ class Supervisor:
                 self._end_rest()
             else:
                 self._wait_for_stopped()
-        self._check_keeper()
+        self._check_helpers()
 
     def _receive_all(self) -> None:
         fork_server = self._fork_server
@@ -324,17 +350,26 @@ class Supervisor:
             elif rank.running and not (rank.entered and self._may_return(rank)):
                 self._end_if_stopped(rank)
 
-    def _check_keeper(self) -> None:
-        """End the run if the keeper is lost, and the memory that it held with it."""
-        if not self._keeper.running:
-            return
-        self._keeper.code = self._code_of(self._keeper)
-        reason = self._keeper_process.why_stopped(0)
-        if self._keeper.code is not None:
-            reason = _how_ended(self._keeper.code)
-        if reason is not None:
-            where = f"holds the ranks' memory on {self._common['device']}"
-            error = PacelineError(f"the keeper, which {where}, is lost: {reason}")
+    def _check_helpers(self) -> None:
+        """Start a lost registrar again; end the run if the keeper is lost, and all it held."""
+        for helper in self._helpers:
+            process = helper.process
+            if not process.running:
+                continue
+            process.code = self._code_of(process)
+            reason = helper.watched.why_stopped(0) if helper.watched else None
+            if process.code is not None:
+                reason = _how_ended(process.code)
+            if reason is None:
+                continue
+            if helper.role == "registrar" and process.starts <= MOST_SUCCESSORS:
+                process.send_signal(signal.SIGKILL)
+                self._start_helper(helper)
+                continue
+            what = f"holds the ranks' memory on {self._common['device']}"
+            if helper.role == "registrar":
+                what = "knows the members of the run"
+            error = PacelineError(f"the {helper.role}, which {what}, is lost: {reason}")
             error.exit_code = 3
             raise error
 
@@ -454,7 +489,7 @@ class Supervisor:
         """End all processes, whatever happened."""
         if self._join_socket is not None:
             self._join_socket.close()
-        processes = [*self.ranks, self._keeper]
+        processes = [*self.ranks, *(helper.process for helper in self._helpers)]
         for rank in processes:
             rank.end(signal.SIGKILL)
         try:

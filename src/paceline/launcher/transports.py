@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm.launchers import LOOPBACK
@@ -23,25 +23,42 @@ Report = Callable[[PeerLost], None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Opening:
+    """A transport that the launcher has opened for one run.
+
+    Args:
+        fd: a descriptor that each rank inherits.
+        config: what each rank has to know beside it.
+        helper_fds: the descriptors that the helper of the transport inherits.
+    """
+
+    fd: int
+    config: Config = field(default_factory=dict)
+    helper_fds: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transport:
     """How the ranks of one host communicate.
 
     Args:
-        open: the launcher opens it for so many ranks; each rank inherits the descriptor.
+        open: the launcher opens it for so many ranks.
         connect: a rank connects with its configuration, that descriptor, and what reports a loss.
         survives_losses: whether a run can continue without a lost rank, restart it, and inject
             faults.
         makes_checkpoints: whether ranks have a rendezvous for checkpoints.
+        helper: the process beside the ranks that it needs, if it needs one.
     """
 
-    open: Callable[[int], AbstractContextManager[int]]
+    open: Callable[[int], AbstractContextManager[Opening]]
     connect: Callable[[Config, int, Report], Ports]
     survives_losses: bool
     makes_checkpoints: bool
+    helper: str | None = None
 
 
 @contextmanager
-def _open_memory(size: int) -> Iterator[int]:
+def _open_memory(size: int) -> Iterator[Opening]:
     """Anonymous shared memory."""
     from paceline.comm.shared.memory import Arena
 
@@ -49,7 +66,7 @@ def _open_memory(size: int) -> Iterator[int]:
         raise UsageError('transport (shared_memory) needs Linux; use transport="distributed"')
     fd = Arena.create(size)
     try:
-        yield fd
+        yield Opening(fd=fd)
     finally:
         os.close(fd)
 
@@ -63,10 +80,10 @@ def _connect_memory(config: Config, fd: int, report: Report) -> Ports:
 
 
 @contextmanager
-def _open_listener(size: int) -> Iterator[int]:
+def _open_listener(size: int) -> Iterator[Opening]:
     """A socket on the loopback, at which rank 0 serves torch's store."""
     with socket.create_server((LOOPBACK, 0)) as listener:
-        yield listener.fileno()
+        yield Opening(fd=listener.fileno())
 
 
 def _connect_loopback(config: Config, fd: int, report: Report) -> Ports:
@@ -76,6 +93,44 @@ def _connect_loopback(config: Config, fd: int, report: Report) -> Ports:
         port = listener.getsockname()[1]
     rank, size, limits = config["rank"], config["size"], Limits(**config["limits"])
     return connect_on_loopback(fd, port, rank, size, limits, config["started_s"], report)
+
+
+@contextmanager
+def _open_registrar(size: int) -> Iterator[Opening]:
+    """A socket on the loopback, at which the registrar listens, and memory for its journal.
+
+    Both outlive the process of the registrar.
+    """
+    try:
+        from paceline.comm.hosts.secret import new_token
+    except ImportError:
+        needs = 'transport (hosts) needs pyzmq: pip install "paceline[hosts]"'
+        raise UsageError(needs) from None
+    from paceline.comm.hosts.journal import Journal
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        address = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
+        journal = Journal.create()
+        try:
+            yield Opening(
+                fd=journal,
+                config={"registrar": address, "token": new_token().hex()},
+                helper_fds=[journal, listener.fileno()],
+            )
+        finally:
+            os.close(journal)
+
+
+def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
+    from paceline.comm.hosts.secret import Secret
+    from paceline.comm.hosts.world import HostsPorts
+
+    os.close(fd)
+    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    own = {name: config[name] for name in names}
+    secret = Secret(bytes.fromhex(config["token"]), encrypted=False)
+    limits = Limits(**config["limits"])
+    return HostsPorts(config["registrar"], LOOPBACK, secret, limits=limits, **own)
 
 
 TRANSPORTS = {
@@ -90,6 +145,13 @@ TRANSPORTS = {
         connect=_connect_loopback,
         survives_losses=False,
         makes_checkpoints=False,
+    ),
+    "hosts": Transport(
+        open=_open_registrar,
+        connect=_connect_registrar,
+        survives_losses=True,
+        makes_checkpoints=True,
+        helper="registrar",
     ),
 }
 

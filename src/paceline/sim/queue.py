@@ -14,27 +14,13 @@ class SimulatedQueue(DataQueue):
 
     def draw(self, queue: int, epoch: int) -> int | None:
         self._own.check()
-        world = self._world
-        state = world.queues.setdefault(queue, [epoch, 0])
-        if state[0] > epoch:
-            return None
-        if state[0] < epoch:
-            state[:] = [epoch, 0]
-        returned = next((b for b in world.returned if b[:2] == (queue, epoch)), None)
-        if returned is not None:
-            world.returned.remove(returned)
-            number = returned[2]
-        else:
-            number = state[1]
-            state[1] += 1
-        world.in_hand[self._rank].add((queue, epoch, number))
-        return number
+        return self._world.batches.draw(self._rank, queue, epoch)
 
     def mark_used(self, queue: int, epoch: int, number: int) -> None:
-        self._world.in_hand[self._rank].discard((queue, epoch, number))
+        self._world.batches.mark_used(self._rank, queue, epoch, number)
 
     def lost_batches(self) -> int:
-        return len(self._world.returned)
+        return len(self._world.batches.returned)
 
     def close(self) -> None:
         self._own.pass_time()

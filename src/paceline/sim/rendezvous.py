@@ -70,14 +70,12 @@ class SimulatedRendezvous(Rendezvous):
             "inbox": [(m.src, m.tag, m.x.clone(), m.header.hex(), m.arrived_s) for m in letters],
             "window": _plain(world.windows.get((self._rank, PUBLISHED))),
             "kept": _plain(world.windows.get((self._rank, SAVED))),
-            "in_hand": sorted(world.in_hand[self._rank]),
+            "in_hand": sorted(world.batches.in_hand[self._rank]),
             "costs": world.costs[self._rank].state(),
         }
         if without is not None:
-            queues = {queue: [*next_batch] for queue, next_batch in world.queues.items()}
-            returned = world.returned + [b for rank in without for b in sorted(world.in_hand[rank])]
-            state |= {"network": world.network.state(), "queues": queues}
-            state |= {"returned": returned, "call": tuple(world.call[:2])}
+            state |= {"network": world.network.state(), **world.batches.state(without)}
+            state["call"] = tuple(world.call[:2])
             state["cores"] = [cores.state() for cores in world.baton.cores()]
         return state
 
@@ -93,11 +91,11 @@ class SimulatedRendezvous(Rendezvous):
             if state[name] is not None:
                 version, x, header = state[name]
                 world.windows[rank, window] = Published(version, x, bytes.fromhex(header))
-        world.in_hand[rank] = set(state["in_hand"])
+        world.batches.in_hand[rank] = set(state["in_hand"])
         world.costs[rank].load_state(state["costs"])
         if "queues" in state:
             world.network.load_state(state["network"])
-            world.queues, world.returned = state["queues"], state["returned"]
+            world.batches.load_state(state)
             number, step = state["call"]
             world.call = Call(number, step, incarnations=(0,) * world.size)
             for cores, saved in zip(world.baton.cores(), state["cores"], strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.batches import Batches
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.comm.ports import Call, Ports, Published, View
@@ -37,9 +38,6 @@ from paceline.sim.network import Network
 from paceline.sim.queue import SimulatedQueue
 from paceline.sim.rank import LossCheck, SimulatedRank
 from paceline.sim.rendezvous import SimulatedRendezvous
-
-Batch = tuple[int, int, int]
-"""The queue, the epoch and the number of a batch."""
 
 RESTART_AFTER_S = 1.0
 """The virtual time between the death of a rank and its restart."""
@@ -93,9 +91,7 @@ class World:
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: dict[tuple[int, int], Published] = {}
-        self.queues: dict[int, list[int]] = {}
-        self.in_hand: list[set[Batch]] = [set() for _ in range(size)]
-        self.returned: list[Batch] = []
+        self.batches = Batches()
         self.groups: defaultdict[tuple[Any, ...], SimulatedGroup] = defaultdict(SimulatedGroup)
         self.departed: dict[int, str] = {}
         self.behind: set[int] = set()
@@ -178,7 +174,7 @@ class World:
         self.departed.pop(rank, None)
         self.behind.discard(rank)
         self.joining.add(rank)
-        self.in_hand[rank].clear()
+        self.batches.in_hand[rank].clear()
         self.finished -= {rank}
         self.changed()
 
@@ -298,8 +294,7 @@ class World:
     def _lose(self, rank: int, reason: str) -> None:
         self._lost.add(rank)
         self.report("lost", rank, reason=reason)
-        self.returned += sorted(self.in_hand[rank])
-        self.in_hand[rank].clear()
+        self.batches.take_back(rank)
         self.joining.discard(rank)
         self.depart(rank, reason)
         if self._losses is not None and self._losses.ends_at_once:

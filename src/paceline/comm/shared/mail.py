@@ -24,10 +24,11 @@ from paceline.comm.ports import (
     check_fit,
 )
 from paceline.comm.shared.layout import SENT_SLOT, SLOT_WORDS, SLOTS
-from paceline.comm.shared.members import GONE, SharedMembers, Standing
+from paceline.comm.shared.members import SharedMembers
 from paceline.comm.shared.places import Spot
 from paceline.comm.shared.regions import Region, Regions
 from paceline.comm.shared.windows import Windows
+from paceline.comm.standing import GONE, Standing
 from paceline.errors import PeerLost
 
 _INCARNATIONS = 1 << 20

@@ -11,33 +11,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import Members, View
 from paceline.comm.ranks import ranks
 from paceline.comm.shared.layout import SLOTS
+from paceline.comm.standing import GONE, LOST, Standing
 from paceline.errors import LeftBehind, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.shared.queue import BatchTable
     from paceline.comm.shared.rank import SharedRank
-
-
-class Standing(IntEnum):
-    """Where a rank stands."""
-
-    EXPECTED = 0
-    JOINING = 1
-    HERE = 2
-    LEFT = 3
-    DIED = 4
-    STOPPED = 5
-
-
-LOST = (Standing.DIED, Standing.STOPPED)
-GONE = (Standing.LEFT, *LOST)
 
 
 class Entry(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from paceline.comm.batches import Batch
 from paceline.comm.ports import DataQueue
 from paceline.comm.shared.layout import MAX_IN_HAND, MAX_QUEUES, MAX_RETURNED
 from paceline.comm.shared.members import Entry, SharedMembers
@@ -48,9 +50,10 @@ class BatchTable:
         words = self._shared.words.read(self._shared.layout.in_hand(rank), MAX_IN_HAND)
         return [batch for batch in words if batch]
 
-    def put_in_hand(self, batches: Sequence[int]) -> None:
+    def put_in_hand(self, batches: Sequence[Batch]) -> None:
         """Give these batches to this rank."""
-        self._shared.words.write(self._shared.layout.in_hand(self._shared.rank), tuple(batches))
+        words = tuple(_batch(*batch) for batch in batches)
+        self._shared.words.write(self._shared.layout.in_hand(self._shared.rank), words)
 
     def returned(self) -> list[int]:
         """The batches that were taken back, and not drawn again."""
@@ -70,21 +73,30 @@ class BatchTable:
             others = [self.in_hand(other) for other in range(self._shared.size) if other != rank]
             for index in range(layout.in_hand(rank), layout.in_hand(rank) + MAX_IN_HAND):
                 batch = words[index]
-                if batch and batch < words[layout.queues + _queue_of(batch)]:
+                if batch and batch < words[layout.queues + parts(batch)[0]]:
                     elsewhere = words.read(layout.returned, MAX_RETURNED)
                     if batch not in elsewhere and not any(batch in held for held in others):
                         self._replace(layout.returned, MAX_RETURNED, 0, batch)
                 words[index] = 0
 
-    def state(self, without: Sequence[int]) -> list[int]:
-        """How far the queues are, and which batches are taken back, or will be of these ranks."""
-        queues = self._shared.words.read(self._shared.layout.queues, MAX_QUEUES)
-        returned = [*self.returned(), *(batch for rank in without for batch in self.in_hand(rank))]
-        return [*queues, *(returned + [0] * MAX_RETURNED)[:MAX_RETURNED]]
+    def state(self, without: Sequence[int]) -> dict[str, Any]:
+        """How far the queues are, and which batches are taken back, or will be of these ranks.
 
-    def load_state(self, state: Sequence[int]) -> None:
+        As :meth:`paceline.comm.batches.Batches.state` has it.
+        """
+        words = self._shared.words.read(self._shared.layout.queues, MAX_QUEUES)
+        queues = {str(queue): [*parts(word)[1:]] for queue, word in enumerate(words) if word}
+        returned = [*self.returned(), *(batch for rank in without for batch in self.in_hand(rank))]
+        return {"queues": queues, "returned": [parts(batch) for batch in returned]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
         """Have the queues go on from there."""
-        self._shared.words.write(self._shared.layout.queues, tuple(state))
+        words = [0] * (MAX_QUEUES + MAX_RETURNED)
+        for queue, (epoch, number) in state["queues"].items():
+            words[int(queue)] = _batch(int(queue), epoch, number)
+        returned = [_batch(*batch) for batch in state["returned"][:MAX_RETURNED]]
+        words[MAX_QUEUES : MAX_QUEUES + len(returned)] = returned
+        self._shared.words.write(self._shared.layout.queues, tuple(words))
 
     def _replace(self, start: int, count: int, old: int, new: int) -> None:
         """Put ``new`` where ``old`` is among some words; where there is none, leave it."""
@@ -143,5 +155,6 @@ def _batch(queue: int, epoch: int, number: int) -> int:
     return ((queue + 1) << 56) + (epoch << 31) + number
 
 
-def _queue_of(batch: int) -> int:
-    return (batch >> 56) - 1
+def parts(word: int) -> Batch:
+    """The queue, the epoch and the number of the batch that is this word."""
+    return (word >> 56) - 1, word >> 31 & (1 << 25) - 1, word & _NUMBERS - 1

@@ -14,10 +14,11 @@ from paceline.comm.liveness import TICK_S, Processes, Watch, goes_on
 from paceline.comm.shared.deferred import DeferredWords
 from paceline.comm.shared.drivers import DriverError, driver_of
 from paceline.comm.shared.layout import Layout
-from paceline.comm.shared.members import MemberTable, Standing
+from paceline.comm.shared.members import MemberTable
 from paceline.comm.shared.memory import Arena, SharedWords, map_control
 from paceline.comm.shared.places import Places
 from paceline.comm.shared.segments import Segments
+from paceline.comm.standing import Standing
 
 _FLOCK = "hhqqi"
 

@@ -17,7 +17,7 @@ from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import PUBLISHED, SAVED, Call, Rendezvous
 from paceline.comm.shared.mail import SharedMail
 from paceline.comm.shared.members import SharedMembers
-from paceline.comm.shared.queue import BatchTable
+from paceline.comm.shared.queue import BatchTable, parts
 
 
 class SharedRendezvous(Rendezvous):
@@ -84,7 +84,7 @@ class SharedRendezvous(Rendezvous):
             "mail": self._mail.waiting(),
             "window": self._window(PUBLISHED),
             "kept": self._window(SAVED),
-            "in_hand": self._batches.in_hand(self._shared.rank),
+            "in_hand": [parts(batch) for batch in self._batches.in_hand(self._shared.rank)],
         }
         if without is not None:
             call = tuple(self.last_call()[:2])

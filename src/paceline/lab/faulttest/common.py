@@ -175,7 +175,7 @@ class BatchDelivery(Observer):
                 f"{batch} was given to rank {holder[0]}, which lives, and was not used",
             )
             self.scene.check(
-                batch in self._done or batch in self.world.returned,
+                batch in self._done or batch in self.world.batches.returned,
                 "batches",
                 f"{batch} was not used, and was not reported as lost",
             )
@@ -264,7 +264,7 @@ class Completion(Observer):
             )
         waiting = world.loss_checks or world.receivers
         scene.check(not waiting, "leftovers", "a rank still waits")
-        for rank, batches in enumerate(world.in_hand):
+        for rank, batches in world.batches.in_hand.items():
             scene.check(not batches, "leftovers", f"rank {rank} still has {batches}")
 
 
