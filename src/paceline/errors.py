@@ -65,14 +65,16 @@ class PeerLost(CommError):
 
 
 class CommTimeout(CommError):
-    """A peer is alive, but did not do its part within ``progress_limit_s``."""
+    """A peer is alive, but did not do its part within ``progress_limit_s``; or ``whom`` did not."""
 
     exit_code = 3
 
-    def __init__(self, ranks: int | Sequence[int], op: str, waited_s: float) -> None:
+    def __init__(
+        self, ranks: int | Sequence[int], op: str, waited_s: float, whom: str | None = None
+    ) -> None:
         self.ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
         self.op, self.waited_s = op, waited_s
-        who = name_ranks(self.ranks)
+        who = whom or name_ranks(self.ranks)
         super().__init__(
             f"waited {waited_s:.0f} s in {op} for {who}, alive but not taking part"
             " (to wait longer, raise pl.Limits(progress_limit_s=...))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,7 +30,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
-from paceline.cli.train import Job, join_run, replay_run
+from paceline.cli.train import Job, join_hosts, join_run, replay_run
 from paceline.common.options import at_least
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
@@ -95,23 +96,42 @@ def run(
     transport: TransportName = None,
     device: Device = "cpu",
     no_trace: NoTrace = False,
-    join: Annotated[
+    hosts: Annotated[
+        int, Option("--hosts", help="How many hosts; each of the others joins with --join.")
+    ] = 1,
+    listen: Annotated[
+        str | None,
+        Option("--listen", metavar="ADDRESS:PORT", help="Where this host listens for the others."),
+    ] = None,
+    token_file: Annotated[
         Path | None,
+        Option("--token-file", help="Holds the token of a run on many hosts. [default: run.token]"),
+    ] = None,
+    join: Annotated[
+        str | None,
         Option(
             "--join",
-            metavar="RUN",
-            help="Ask the run that writes this folder to start a worker that replaces a lost one.",
+            metavar="ADDRESS:PORT|RUN",
+            help="Train for the run that listens there; or ask the run that writes this folder to"
+            " start a worker that replaces a lost one.",
         ),
     ] = None,
 ) -> None:
-    """Train in real processes, on this machine or under a launcher."""
+    """Train in real processes, on this machine, on many hosts, or under a launcher."""
+    if join is not None and re.fullmatch(r".+:\d+", join):
+        fits = ("script", "join", "token_file", "json", "quiet", "verbose")
+        refuse_together(context, "--join", fits, "the run at that address decides it")
+        raise typer.Exit(join_hosts(find_task(training), join, token_file))
     if join is not None:
         allowed = ("join", "json", "quiet", "verbose")
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
-        join_run(training.screen(), join)
+        join_run(training.screen(), Path(join))
         return
     job, screen = _job(training, strategy, saving, no_trace), training.screen()
     policy = {**injected.policy(), **saving.policy()}
+    if hosts != 1 or listen is not None:
+        policy |= {"hosts": hosts, "listen": listen, "token_file": token_file}
+        transport = transport or "hosts"
     result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -138,6 +139,22 @@ def join_run(screen: Screen, folder: Path) -> None:
         raise PacelineError(f"the run in {folder} cannot take a worker: {reply['error']}")
     screen.show(f"Worker {reply['rank']} joins the run in {folder}.")
     screen.emit(reply)
+
+
+def join_hosts(task: Task, address: str, token_file: Path | None) -> int:
+    """Train for a run that listens on another host; return the exit code of that run."""
+    from paceline.launcher.agent import join
+    from paceline.launcher.many_hosts import (
+        TOKEN_FILE,
+        TOKEN_VARIABLE,
+        address_and_port,
+        read_token,
+    )
+
+    host, port = address_and_port("join", address)
+    if token_file is None and TOKEN_VARIABLE not in os.environ:
+        token_file = Path(TOKEN_FILE)
+    return join(host, port, read_token(token_file), task.reference)
 
 
 def replay_run(

@@ -132,10 +132,19 @@ class Processes:
 
 
 class Watch:
-    """One wait: prints a notice after ``notice_s``, and fails at ``progress_limit_s``."""
+    """One wait: prints a notice after ``notice_s``, and fails at ``progress_limit_s``.
 
-    def __init__(self, op: str, limits: Limits, patient: bool = False) -> None:
-        self.op, self._limits, self._patient = op, limits, patient
+    Args:
+        op: what waits.
+        limits: for how long.
+        patient: whether to wait without a limit, and without a notice.
+        whom: what it waits for, where that is no rank.
+    """
+
+    def __init__(
+        self, op: str, limits: Limits, patient: bool = False, whom: str | None = None
+    ) -> None:
+        self.op, self._limits, self._patient, self._whom = op, limits, patient, whom
         self._start_s = self._looked_s = time.monotonic()
         self._noticed = False
 
@@ -160,10 +169,10 @@ class Watch:
         self.look()
         waited_s = self.waited_s
         if waited_s > self._limits.progress_limit_s and not self._patient:
-            raise CommTimeout(missing, self.op, waited_s)
+            raise CommTimeout(missing, self.op, waited_s, self._whom)
         if waited_s > self._limits.notice_s and not self._noticed and not self._patient:
             self._noticed = True
-            text = f"still waiting in {self.op} for {name_ranks(missing)}"
+            text = f"still waiting in {self.op} for {self._whom or name_ranks(missing)}"
             print(f"paceline: {text} after {waited_s:.0f} s", file=sys.stderr, flush=True)
 
 

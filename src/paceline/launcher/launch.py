@@ -80,6 +80,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 stop=stop,
                 start_s=checkpoints.start_s,
                 device=spec.shared_device,
+                hosts=spec.many_hosts,
             )
     finally:
         recorder.close(ranks=spec.size)

@@ -97,7 +97,7 @@ def registrar_main(config: Message, fds: list[int]) -> int:
     journal, listener = fds
     own = {name: config[name] for name in ("size", "workers", "late")}
     token, limits = bytes.fromhex(config["token"]), Limits(**config["limits"])
-    keep_roll(listener, journal, token, limits=limits, **own)
+    keep_roll(listener, journal, token, config["encrypted"], limits=limits, **own)
     return 1
 
 

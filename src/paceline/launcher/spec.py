@@ -23,6 +23,7 @@ from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 from paceline.launcher.checkpoints import CheckpointCoordinator
+from paceline.launcher.many_hosts import ManyHosts
 from paceline.launcher.transports import TRANSPORTS
 from paceline.record.result import OnMetric
 from paceline.sim.cluster import Cluster, load_cluster
@@ -161,19 +162,33 @@ class LaunchSpec(Started, OnDevice):
 
     Args:
         transport: ``shared_memory``, ``distributed`` for gloo and nccl, or ``hosts``.
+        hosts: how many hosts there are; the others join with ``paceline run --join``.
+        listen: the address and the port of this host at which the others join.
+        token_file: a file that holds the run's token; it is made if it does not exist.
     """
 
     workers: int = 2
     transport: str = "shared_memory"
+    hosts: int = 1
+    listen: str | None = None
+    token_file: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_real_workers(self.workers, self.method)
         self.device_of(0)
         one_of("transport", self.transport, TRANSPORTS)
+        if self.many_hosts is not None and not TRANSPORTS[self.transport].spans_hosts:
+            raise UsageError(f"transport ({self.transport}) must be hosts for a run on many hosts")
         self._check_losses()
         self.check_faults(self.faults, Cluster())
         plain_json("arguments", dict(self.arguments or {}))
+
+    @functools.cached_property
+    def many_hosts(self) -> ManyHosts | None:
+        """Where the launcher listens for other hosts; None for a run on this host alone."""
+        file = None if self.token_file is None else Path(self.token_file)
+        return ManyHosts.of(self.hosts, self.listen, file)
 
     @property
     def shared_device(self) -> str | None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.comm.limits import Limits
-from paceline.comm.liveness import Processes, Watch, exit_code, goes_on, is_gone
+from paceline.comm.liveness import Watch
 from paceline.comm.membership import MOST_SUCCESSORS, MembershipPolicy
 from paceline.common.faults import Fault, rank_of
 from paceline.common.options import one_of
@@ -24,9 +23,14 @@ from paceline.common.reference import Reference
 from paceline.errors import CommTimeout, PacelineError, PeerLost, UsageError, WorkerFailed
 from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
+from paceline.launcher.many_hosts import ManyHosts, split
+from paceline.launcher.places import Place, ThisHost
 from paceline.launcher.rank_process import Message, refuse_in_rank
 from paceline.launcher.signals import Stop
 from paceline.launcher.transports import TRANSPORTS, Opening
+
+if TYPE_CHECKING:
+    from paceline.launcher.agents import Agents
 
 GRACE_S = 1.5
 """How long ranks have to end by themselves after one has failed, and again to obey SIGTERM."""
@@ -42,7 +46,8 @@ class Rank:
 
     Attributes:
         number: the rank.
-        pid, pipe, unread, code: of its current process.
+        place: where its current process is; None before it has one.
+        code: the exit code of that process.
         value, returned, error: what it returned, or how it failed.
         reason, signalled: why and whether the supervisor ended it.
         entered: whether its current process has joined the others; ``seen``: whether any has.
@@ -50,9 +55,7 @@ class Rank:
     """
 
     number: int
-    pid: int = 0
-    pipe: int = -1
-    unread: bytes = b""
+    place: Place | None = None
     code: int | None = None
     value: Any = None
     returned: bool = False
@@ -63,33 +66,15 @@ class Rank:
     seen: bool = False
     starts: int = 0
 
-    def begin(self, pid: int) -> None:
+    def begin(self, place: Place) -> None:
         """Note that a process was started for this rank."""
-        self.pid, self.unread, self.code = pid, b"", None
+        self.place, self.code = place, None
         self.entered, self.starts = False, self.starts + 1
-
-    def messages(self) -> Iterator[Message]:
-        """Read the messages that it has sent so far, without waiting."""
-        while self.pipe >= 0:
-            try:
-                data = os.read(self.pipe, 1 << 16)
-            except BlockingIOError:
-                return
-            if not data:
-                self.close_pipe()
-            *lines, self.unread = (self.unread + data).split(b"\n")
-            yield from map(json.loads, lines)
-
-    def close_pipe(self) -> None:
-        """Close the pipe of its process, if it is open."""
-        if self.pipe >= 0:
-            os.close(self.pipe)
-            self.pipe = -1
 
     @property
     def running(self) -> bool:
         """Whether its process runs."""
-        return self.pid > 0 and self.code is None
+        return self.place is not None and self.code is None
 
     def end(self, number: int) -> None:
         """End this rank with a signal, because the run is over."""
@@ -98,9 +83,28 @@ class Rank:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to this rank, if it runs."""
-        if self.running:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        if self.place is not None and self.code is None:
+            self.place.send_signal(self.number, number)
+
+    def messages(self) -> Iterator[Message]:
+        """The messages that it has sent so far, without waiting."""
+        return iter(()) if self.place is None else self.place.messages(self.number)
+
+    def is_stopped(self) -> bool:
+        """Whether its process is stopped now."""
+        return self.place is not None and self.place.is_stopped(self.number)
+
+    def why_stopped(self) -> str | None:
+        """Why it counts as lost, though its process exists."""
+        return None if self.place is None else self.place.why_stopped(self.number)
+
+    def goes_on(self) -> bool:
+        """Whether its process runs, and is not stopped."""
+        return self.place is not None and self.place.goes_on(self.number)
+
+    def new_code(self) -> int | None:
+        """The exit code of its process, if that has just ended."""
+        return None if self.place is None else self.place.code_of(self.number)
 
     @property
     def failed(self) -> bool:
@@ -115,14 +119,12 @@ class Helper:
     Attributes:
         role: ``keeper`` or ``registrar``.
         fds: the descriptors that it inherits.
-        process: its current process.
-        watched: looks whether that is stopped.
+        process: its current process, under a number that no rank has.
     """
 
     role: str
     fds: Sequence[int]
-    process: Rank = field(default_factory=lambda: Rank(-1))
-    watched: Processes | None = None
+    process: Rank
 
 
 def run_ranks(
@@ -138,6 +140,7 @@ def run_ranks(
     stop: Stop | None = None,
     start_s: float = 0.0,
     device: str | None = None,
+    hosts: ManyHosts | None = None,
 ) -> list[Any]:
     """Run ``program(ports, channel, argument)`` in a process for each argument.
 
@@ -146,12 +149,17 @@ def run_ranks(
     lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
     socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
     holds memory of ``device``, if one is given, through which ranks on that device communicate.
+    With ``hosts``, ranks are on this host and on others, whose agents join first.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
     refuse_in_rank()
     one_of("transport", transport, TRANSPORTS)
-    with ForkServer.borrow() as fork_server, TRANSPORTS[transport].open(size) as opening:
+    with (
+        ForkServer.borrow() as fork_server,
+        TRANSPORTS[transport].open(size, hosts) as opening,
+        nullcontext() if hosts is None else hosts.agents(limits) as agents,
+    ):
         late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
             "transport": transport,
@@ -159,7 +167,8 @@ def run_ranks(
             "program": program,
             "limits": asdict(limits),
             "started_s": time.monotonic() - start_s,
-            "threads": threads_per_rank(size),
+            "threads": threads_per_rank(size if hosts is None else -(-size // hosts.count)),
+            "together": size if hosts is None else -(-size // hosts.count),
             "environment": dict(os.environ),
             "cwd": os.getcwd(),
             "argv": sys.argv,
@@ -173,12 +182,22 @@ def run_ranks(
         supervisor = Supervisor(
             fork_server, common, arguments, opening, limits, on_message, policy, stop or Stop(False)
         )
+        code = 1
         try:
+            if hosts is not None and agents is not None:
+                agents.await_hosts(hosts.count - 1, hosts.how_to_join)
+                supervisor.follow(agents)
             supervisor.start_all(faults, folder)
             supervisor.supervise()
+            supervisor.raise_failure()
+            code = 0
+        except PacelineError as error:
+            code = error.exit_code
+            raise
         finally:
             supervisor.end()
-    supervisor.raise_failure()
+            if agents is not None:
+                agents.end(code)
     return [rank.value for rank in supervisor.ranks]
 
 
@@ -205,26 +224,43 @@ class Supervisor:
     ) -> None:
         self.ranks = [Rank(number) for number in range(len(arguments))]
         self._workers = self.ranks[: policy.workers]
-        self._fork_server, self._fd, self._stop = fork_server, opening.fd, stop
+        self._here = ThisHost(fork_server, opening.fd, limits, self._some_continue)
+        self._stop = stop
         self._common, self._arguments = common, arguments
         self._on_message, self._policy, self._limits = on_message, policy, limits
-        # Peers report a stopped rank first, because they know in which operation it is missing.
-        patience = replace(limits, dead_s=limits.dead_s + GRACE_S)
-        self._processes = Processes(
-            lambda number: self.ranks[number].pid, patience, self._some_continue
-        )
         self._pause: Watch | None = None
         self._join_socket: JoinSocket | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
+        self._agents: Agents | None = None
+        self._planned: dict[int, Place] = {}
         self._helpers: list[Helper] = []
         if common["device"] is not None:
-            self._helpers.append(Helper("keeper", [opening.fd]))
+            self._helpers.append(Helper("keeper", [opening.fd], Rank(-1)))
         if (role := TRANSPORTS[common["transport"]].helper) is not None:
-            self._helpers.append(Helper(role, opening.helper_fds))
+            self._helpers.append(Helper(role, opening.helper_fds, Rank(-2)))
 
     # Starting ------------------------------------------------------------------------------------
+
+    def follow(self, agents: Agents) -> None:
+        """Have ranks on the hosts of these agents, too."""
+        self._agents = agents
+        places = [self._here, *agents.hosts]
+        for rank, index in zip(
+            self.ranks, split(len(self.ranks), self._policy.workers, len(places)), strict=True
+        ):
+            self._planned[rank.number] = places[index]
+
+    def _place_for(self, rank: Rank) -> Place:
+        """Where to start a rank: where it was, or else on the host that has the fewest ranks."""
+        planned = rank.place or self._planned.get(rank.number, self._here)
+        if not planned.is_silent:
+            return planned
+        hosts = [] if self._agents is None else self._agents.hosts
+        places = [self._here, *(host for host in hosts if not host.is_silent)]
+        busy = [rank.place for rank in self.ranks if rank.running]
+        return min(places, key=busy.count)
 
     def start_all(self, faults: Sequence[Fault], folder: Path | None) -> None:
         """Start all ranks except late joiners, and schedule the faults.
@@ -262,7 +298,7 @@ class Supervisor:
         The setup contains collectives of the initial ranks, in which a late joiner takes no part.
         Initial ranks that are stopped do not count.
         """
-        if any(not self._processes.is_stopped(number) for number in self._unready):
+        if any(not self.ranks[number].is_stopped() for number in self._unready):
             return
         waiting, self._to_start = self._to_start, []
         for rank in waiting:
@@ -277,19 +313,14 @@ class Supervisor:
     def _start(self, rank: Rank) -> None:
         config = {**self._common, "role": "rank", "rank": rank.number, "seen": rank.seen}
         config["argument"] = dict(self._arguments[rank.number])
-        rank.close_pipe()
-        rank.pipe, writer = os.pipe()
-        os.set_blocking(rank.pipe, False)
-        try:
-            rank.begin(self._fork_server.start(config, [writer, self._fd], self._limits))
-        finally:
-            os.close(writer)
+        place = self._place_for(rank)
+        place.start(rank.number, config)
+        rank.begin(place)
 
     def _start_helper(self, helper: Helper) -> None:
         config = {**self._common, "role": helper.role}
-        helper.process.begin(self._fork_server.start(config, helper.fds, self._limits))
-        pid = helper.process.pid
-        helper.watched = Processes(lambda _: pid, self._limits, self._some_continue)
+        self._here.start_helper(helper.process.number, config, helper.fds)
+        helper.process.begin(self._here)
 
     def _inject(self, fault: Fault) -> None:
         rank = self.ranks[rank_of(fault)]
@@ -332,18 +363,17 @@ class Supervisor:
         self._check_helpers()
 
     def _receive_all(self) -> None:
-        fork_server = self._fork_server
         door = [] if self._join_socket is None else [self._join_socket.fileno()]
-        pipes = [rank.pipe for rank in self.ranks if rank.pipe >= 0]
-        ready = readable([fork_server.socket.fileno(), *door, *pipes])
-        if fork_server.socket.fileno() in ready:
-            fork_server.receive()
+        wake = [] if self._agents is None else [self._agents.wake]
+        ready = readable([*door, *wake, *self._here.fds()])
+        self._here.receive(ready)
+        if self._agents is not None and self._agents.wake in ready:
+            os.eventfd_read(self._agents.wake)
         if self._join_socket is not None and self._join_socket.fileno() in ready:
             self._join_socket.answer(self._add_worker)
         for rank in self.ranks:
-            if rank.pipe in ready:
-                self._receive(rank)
-            if rank.running and (code := self._code_of(rank)) is not None:
+            self._receive(rank)
+            if rank.running and (code := rank.new_code()) is not None:
                 self._receive(rank)
                 rank.code = code
                 self._has_ended(rank)
@@ -356,8 +386,7 @@ class Supervisor:
             process = helper.process
             if not process.running:
                 continue
-            process.code = self._code_of(process)
-            reason = helper.watched.why_stopped(0) if helper.watched else None
+            process.code, reason = process.new_code(), process.why_stopped()
             if process.code is not None:
                 reason = _how_ended(process.code)
             if reason is None:
@@ -372,21 +401,6 @@ class Supervisor:
             error = PacelineError(f"the {helper.role}, which {what}, is lost: {reason}")
             error.exit_code = 3
             raise error
-
-    def _code_of(self, rank: Rank) -> int | None:
-        """The exit code of the process of ``rank``; None while it runs.
-
-        The fork server reports it. While the fork server is stopped, the kernel still has the exit
-        code, because the parent has not collected it.
-        """
-        fork_server = self._fork_server
-        if rank.pid in fork_server.ended:
-            return fork_server.ended.pop(rank.pid)
-        if not fork_server.is_stopped():
-            return None
-        if is_gone(rank.pid) and not readable([fork_server.socket.fileno()]):
-            return 1  # the fork server collected the exit code and was stopped before reporting it
-        return exit_code(rank.pid)
 
     def _receive(self, rank: Rank) -> None:
         """Handle all messages that a rank has sent so far, without waiting."""
@@ -414,7 +428,7 @@ class Supervisor:
         return self._policy.goes_on and self._policy.may_rejoin(rank.number)
 
     def _end_if_stopped(self, rank: Rank) -> None:
-        if reason := self._processes.why_stopped(rank.number):
+        if reason := rank.why_stopped():
             rank.reason = reason
             if self._policy.goes_on:  # the others continue, and it may have a successor
                 rank.send_signal(signal.SIGKILL)
@@ -453,7 +467,7 @@ class Supervisor:
 
     def _some_continue(self) -> bool:
         """Whether any worker runs and is not stopped, or has returned."""
-        return any(worker.returned or goes_on(worker.pid) for worker in self._workers)
+        return any(worker.returned or worker.goes_on() for worker in self._workers)
 
     def _wait_for_stopped(self) -> None:
         """While all workers are stopped, none is lost: wait as long as for a busy one."""
@@ -469,16 +483,16 @@ class Supervisor:
     def _end_rest(self) -> None:
         """If only stopped ranks remain, end them: there are no members left to rejoin."""
         left = [rank for rank in self.ranks if rank.running]
-        if all(self._processes.why_stopped(rank.number) for rank in left):
+        if all(rank.why_stopped() for rank in left):
             self._due.clear()
             for rank in left:
-                self._report("lost", rank, reason=self._processes.why_stopped(rank.number))
+                self._report("lost", rank, reason=rank.why_stopped())
                 rank.end(signal.SIGKILL)
 
     def _end_all(self, since_s: float) -> None:
         """After a failure: kill stopped ranks, which cannot end; end the others after a while."""
         for rank in self.ranks:
-            if since_s > NOTICE_S and rank.running and self._processes.is_stopped(rank.number):
+            if since_s > NOTICE_S and rank.running and rank.is_stopped():
                 rank.end(signal.SIGKILL)
             elif since_s > GRACE_S:
                 rank.end(signal.SIGTERM if since_s < 2 * GRACE_S else signal.SIGKILL)
@@ -491,17 +505,14 @@ class Supervisor:
             self._join_socket.close()
         processes = [*self.ranks, *(helper.process for helper in self._helpers)]
         for rank in processes:
-            rank.end(signal.SIGKILL)
-        try:
-            while any(rank.running for rank in processes):
-                if readable([self._fork_server.socket.fileno()]):
-                    self._fork_server.receive()
-                for rank in processes:
-                    if rank.running:
-                        rank.code = self._code_of(rank)
-        finally:
-            for rank in self.ranks:
-                rank.close_pipe()
+            rank.signalled = rank.signalled or rank.running
+        for rank in processes:
+            if rank.place is not self._here:
+                rank.send_signal(signal.SIGKILL)
+        here = [rank for rank in processes if rank.place is self._here and rank.running]
+        codes = self._here.end([rank.number for rank in here])
+        for rank in processes:
+            rank.code = codes.get(rank.number, rank.code)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the run, if one did.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.comm.launchers import LOOPBACK
 from paceline.comm.limits import Limits
 from paceline.errors import PeerLost, UsageError
+from paceline.launcher.many_hosts import ManyHosts
 
 if TYPE_CHECKING:
     from paceline.comm.launchers import Launched
@@ -42,23 +43,25 @@ class Transport:
     """How the ranks of one host communicate.
 
     Args:
-        open: the launcher opens it for so many ranks.
+        open: the launcher opens it for so many ranks, on one host or on many.
         connect: a rank connects with its configuration, that descriptor, and what reports a loss.
         survives_losses: whether a run can continue without a lost rank, restart it, and inject
             faults.
         makes_checkpoints: whether ranks have a rendezvous for checkpoints.
         helper: the process beside the ranks that it needs, if it needs one.
+        spans_hosts: whether ranks may be on many hosts.
     """
 
-    open: Callable[[int], AbstractContextManager[Opening]]
+    open: Callable[[int, ManyHosts | None], AbstractContextManager[Opening]]
     connect: Callable[[Config, int, Report], Ports]
     survives_losses: bool
     makes_checkpoints: bool
     helper: str | None = None
+    spans_hosts: bool = False
 
 
 @contextmanager
-def _open_memory(size: int) -> Iterator[Opening]:
+def _open_memory(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
     """Anonymous shared memory."""
     from paceline.comm.shared.memory import Arena
 
@@ -80,7 +83,7 @@ def _connect_memory(config: Config, fd: int, report: Report) -> Ports:
 
 
 @contextmanager
-def _open_listener(size: int) -> Iterator[Opening]:
+def _open_listener(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
     """A socket on the loopback, at which rank 0 serves torch's store."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         yield Opening(fd=listener.fileno())
@@ -96,8 +99,8 @@ def _connect_loopback(config: Config, fd: int, report: Report) -> Ports:
 
 
 @contextmanager
-def _open_registrar(size: int) -> Iterator[Opening]:
-    """A socket on the loopback, at which the registrar listens, and memory for its journal.
+def _open_registrar(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
+    """A socket at which the registrar listens, and memory for its journal.
 
     Both outlive the process of the registrar.
     """
@@ -108,13 +111,20 @@ def _open_registrar(size: int) -> Iterator[Opening]:
         raise UsageError(needs) from None
     from paceline.comm.hosts.journal import Journal
 
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        address = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
+    where = hosts or ManyHosts(1, LOOPBACK, 0, None)
+    with where.listener() as listener:
+        address = f"[{where.address}]" if ":" in where.address else where.address
+        config = {
+            "registrar": f"tcp://{address}:{listener.getsockname()[1]}",
+            "host": where.address,
+            "token": (new_token() if hosts is None else hosts.token()).hex(),
+            "encrypted": not where.is_loopback,
+        }
         journal = Journal.create()
         try:
             yield Opening(
                 fd=journal,
-                config={"registrar": address, "token": new_token().hex()},
+                config=config,
                 helper_fds=[journal, listener.fileno()],
             )
         finally:
@@ -128,9 +138,9 @@ def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
     os.close(fd)
     names = ("rank", "size", "started_s", "late", "elastic", "workers")
     own = {name: config[name] for name in names}
-    secret = Secret(bytes.fromhex(config["token"]), encrypted=False)
+    secret = Secret(bytes.fromhex(config["token"]), config["encrypted"])
     limits = Limits(**config["limits"])
-    return HostsPorts(config["registrar"], LOOPBACK, secret, limits=limits, **own)
+    return HostsPorts(config["registrar"], config["host"], secret, limits=limits, **own)
 
 
 TRANSPORTS = {
@@ -152,6 +162,7 @@ TRANSPORTS = {
         survives_losses=True,
         makes_checkpoints=True,
         helper="registrar",
+        spans_hosts=True,
     ),
 }
 

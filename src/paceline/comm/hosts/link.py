@@ -29,7 +29,7 @@ from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, Inbox, Outbox, Part
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Watch
-from paceline.errors import CommError, LeftBehind
+from paceline.errors import CommError, LeftBehind, MessageMismatch
 
 CONTROL, DATA = 0, 1
 """The two streams to each rank."""
@@ -170,6 +170,7 @@ class Link:
         self._peers: dict[tuple[int, int, int], Peer] = {}
         self._early: list[tuple[int, int, bytes, Tensor]] = []
         self._over = False
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="paceline-link")
         self._thread.start()
 
@@ -201,6 +202,8 @@ class Link:
         Raises:
             LeftBehind: the others have gone on without this rank.
         """
+        if self._failure is not None:
+            raise CommError("the thread of the connections ended by an error") from self._failure
         roll = self.roll
         if roll is None or time.monotonic() - self.heard_s > self.limits.dead_s:
             roll = self._await_registrar()
@@ -210,7 +213,7 @@ class Link:
         return roll
 
     def _await_registrar(self) -> Roll:
-        watch, asked_s = Watch("the wait for the registrar", self.limits), time.monotonic()
+        watch, asked_s = Watch("a step", self.limits, whom="the registrar"), time.monotonic()
         with self.changed:
             while self.roll is None or self.heard_s < asked_s:
                 self.changed.wait(TICK_S)
@@ -233,7 +236,7 @@ class Link:
 
     def await_entry(self) -> None:
         """Wait until the registrar has told of the present incarnation of this rank."""
-        watch = Watch("the entry", self.limits)
+        watch = Watch("the entry", self.limits, whom="the registrar")
         with self.changed:
             while self.roll is None or self.roll.entries[self.rank].incarnation < self.incarnation:
                 self.changed.wait(TICK_S)
@@ -247,7 +250,7 @@ class Link:
         Raises:
             LeftBehind: the others have gone on without this rank.
         """
-        watch = Watch(f"the order to {name}", self.limits)
+        watch = Watch(f"the order to {name}", self.limits, whom="the registrar")
         with self.changed:
             number = self._give([name, *arguments])
             self._awaited.add(number)
@@ -379,6 +382,13 @@ class Link:
     # The thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # who waits must not wait for ever
+            self._failure = error
+            raise
+
+    def _serve(self) -> None:
         poller, looked_s, beat_s = zmq.Poller(), 0.0, 0.0
         for socket in (self._zap, self._registrar, *self._listeners):
             poller.register(socket, zmq.POLLIN)
@@ -444,7 +454,8 @@ class Link:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._hear_frames(channel, frames[1:])
+            with suppress(ValueError, IndexError, struct.error, MessageMismatch):
+                self._hear_frames(channel, frames[1:])  # drops what no member of ours sends
 
     def _hear_frames(self, channel: int, frames: Sequence[zmq.Frame]) -> None:
         """Take a part, or an acknowledgement; drop what is neither."""
@@ -460,6 +471,8 @@ class Link:
         if flags & _ACK:
             stream = DATA if flags & _ON_DATA else CONTROL
             peer.outboxes[stream].acknowledge(number, time.monotonic())
+            for other in [*self._peers.values()]:  # a message to another rank may wait for this
+                self._pump(other)
             self.changed.notify_all()
         elif len(frames) == 2:
             first, last = bool(flags & _FIRST), bool(flags & _LAST)

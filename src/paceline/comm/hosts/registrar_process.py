@@ -104,6 +104,10 @@ class RegistrarProcess:
             self._registrar.hear(int(message["beat"]), int(message["incarnation"]))
             return None
         self._clients[client] = now_s, version
+        if "states" in message:
+            for rank, (pid, state) in message["states"].items():
+                self._hear_state(int(rank), message["host"], pid, state)
+            return None
         return self._registrar.handle(
             str(message["client"]),
             int(message["rank"]),
@@ -116,14 +120,24 @@ class RegistrarProcess:
     def _watch_host(self) -> None:
         """See which processes of this host have died, are stopped, or run."""
         for rank, entry in enumerate(self._registrar.roll):
-            if entry.host != self._host or entry.standing not in (Standing.JOINING, Standing.HERE):
-                continue
-            if self._processes.has_died(rank):
-                self._registrar.strike(rank, entry.incarnation, Standing.DIED, "it died")
-            elif self._processes.is_stopped(rank):
-                self._registrar.hear_stopped(rank, entry.incarnation)
-            else:
-                self._registrar.hear(rank, entry.incarnation)
+            if entry.host == self._host and entry.standing in (Standing.JOINING, Standing.HERE):
+                stopped = self._processes.is_stopped(rank)
+                state = "died" if self._processes.has_died(rank) else "stopped"
+                self._hear_state(
+                    rank, self._host, entry.pid, state if state == "died" or stopped else "running"
+                )
+
+    def _hear_state(self, rank: int, host: str, pid: int, state: str) -> None:
+        """Hear how a process on a host is, which may have been followed by another since."""
+        entry = self._registrar.roll[rank]
+        if (entry.host, entry.pid) != (host, pid):
+            return
+        if state == "died":
+            self._registrar.strike(rank, entry.incarnation, Standing.DIED, "it died")
+        elif state == "stopped":
+            self._registrar.hear_stopped(rank, entry.incarnation)
+        else:
+            self._registrar.hear(rank, entry.incarnation)
 
     def _push(self) -> None:
         """Tell those who do not know it what has changed."""
@@ -153,6 +167,7 @@ def keep_roll(
     listener: int,
     journal: int,
     token: bytes,
+    encrypted: bool,
     *,
     size: int,
     workers: int,
@@ -161,5 +176,5 @@ def keep_roll(
 ) -> None:
     """The main function of the registrar's process."""
     registrar = Registrar(size, workers, late, limits.dead_s)
-    secret = Secret(token, encrypted=False)
+    secret = Secret(token, encrypted)
     RegistrarProcess(registrar, listener, Journal(journal), secret, limits).run()

@@ -1,0 +1,150 @@
+"""A run over many hosts, as its options say it: where the launcher listens, and for whom."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.common.options import at_least
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.limits import Limits
+    from paceline.launcher.agents import Agents
+
+TOKEN_VARIABLE = "PACELINE_TOKEN"
+TOKEN_FILE = "run.token"
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True)
+class ManyHosts:
+    """Where the launcher of a run listens.
+
+    Args:
+        count: how many hosts there are, this one included.
+        address: of this host.
+        port: at which agents of the other hosts join.
+        token_file: holds the run's token; it is made if it does not exist.
+    """
+
+    count: int
+    address: str
+    port: int
+    token_file: Path | None
+
+    @classmethod
+    def of(cls, count: int, listen: str | None, token_file: Path | None) -> ManyHosts | None:
+        """From the options of a run; None for a run on one host."""
+        at_least("hosts", count, 1)
+        if count == 1 and listen is None:
+            return None
+        if listen is None:
+            raise UsageError(
+                f"hosts ({count}) needs listen: the address and port of this host at which the"
+                " others join, such as 10.0.0.1:7000"
+            )
+        return cls(count, *address_and_port("listen", listen), token_file)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host can join."""
+        return self.address.startswith("127.") or self.address in ("::1", "localhost")
+
+    @property
+    def how_to_join(self) -> str:
+        """What to type on the other hosts."""
+        text = f"paceline run SCRIPT --join {self.address}:{self.port}"
+        if TOKEN_VARIABLE not in os.environ or self.token_file is not None:
+            text += f" --token-file {self.token_file or TOKEN_FILE}"
+        return f"paceline: waiting for {self.count - 1} other hosts; on each of them: {text}"
+
+    def token(self) -> bytes:
+        """The run's token, from where the options say; a new file, where there is none."""
+        if self.token_file is None and TOKEN_VARIABLE in os.environ:
+            return read_token(None)
+        path = self.token_file or Path(TOKEN_FILE)
+        if not path.exists():
+            from paceline.comm.hosts.secret import new_token
+
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with open(fd, "w") as file:
+                file.write(new_token().hex() + "\n")
+        return read_token(path)
+
+    def listener(self, port: int = 0) -> socket.socket:
+        """A socket that listens at this host's address."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        try:
+            return socket.create_server((self.address, port), family=family)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise UsageError(
+                f"listen ({self.address}:{port}) must be a free port of this host: {reason}"
+            ) from None
+
+    @contextmanager
+    def agents(self, limits: Limits) -> Iterator[Agents]:
+        """Listen for the agents of the other hosts."""
+        from paceline.comm.hosts.secret import Secret
+        from paceline.launcher.agents import Agents
+
+        with self.listener(self.port) as listener:
+            secret = Secret(self.token(), encrypted=not self.is_loopback)
+            yield Agents(listener.fileno(), secret, limits)
+
+
+def read_token(path: Path | None) -> bytes:
+    """The token in a file, or without one in the environment.
+
+    >>> read_token(Path("nowhere"))
+    Traceback (most recent call last):
+    paceline.errors.UsageError: token_file (nowhere) must be a file: No such file or directory
+    """
+    if path is None:
+        name, text = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
+        if not text:
+            raise UsageError(f"a token is needed: --token-file FILE, or {TOKEN_VARIABLE}")
+    else:
+        name = f"token_file ({path})"
+        try:
+            mode, text = path.stat().st_mode, path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"{name} must be a file: {reason}") from None
+        if mode & 0o077:
+            raise UsageError(f"{name} must be readable by its owner only: chmod 600 {path}")
+    try:
+        token = bytes.fromhex(text.strip())
+    except ValueError:
+        token = b""
+    if len(token) != TOKEN_BYTES:
+        raise UsageError(f"{name} must hold {2 * TOKEN_BYTES} hexadecimal digits")
+    return token
+
+
+def address_and_port(name: str, text: str) -> tuple[str, int]:
+    """An address and its port.
+
+    >>> address_and_port("listen", "10.0.0.1:7000"), address_and_port("join", "[::1]:80")
+    (('10.0.0.1', 7000), ('::1', 80))
+    """
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{name} ({text}) must be an address and a port, such as 10.0.0.1:7000")
+    return address.removeprefix("[").removesuffix("]"), int(port)
+
+
+def split(ranks: int, workers: int, hosts: int) -> list[int]:
+    """The host of each rank: workers in equal shares, and the other ranks in turn.
+
+    >>> split(6, 4, 2)
+    [0, 0, 1, 1, 0, 1]
+    """
+    shares = [worker * hosts // workers for worker in range(workers)]
+    return [*shares, *(rank % hosts for rank in range(ranks - workers))]

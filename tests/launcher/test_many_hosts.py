@@ -1,0 +1,176 @@
+"""A run whose launcher and agent meet over a network: here both are on the loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import runs, warm
+from support.worlds import on_hosts
+
+import paceline as pl
+from paceline.launcher.many_hosts import ManyHosts, read_token
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = on_hosts
+
+TRAIN = """
+import sys
+
+sys.path[:0] = {path!r}
+from support import runs
+
+
+def train(worker):
+    if worker.rank == {broken}:
+        raise KeyError("no such thing")
+    runs.train_through_losses(worker)
+"""
+
+
+def page_commands():
+    """The commands of the page on clusters: the launcher's, and the agent's."""
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    return re.findall(r"^paceline run .*$", text, re.M)
+
+
+def start(command, folder, address):
+    line = shlex.split(command.replace("10.0.0.1:7000", address))
+    return subprocess.Popen(
+        [warm.python(), "-m", *line],
+        cwd=folder,
+        env=runs.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two folders in place of two hosts, each with the script, and a free address."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    return folders, f"127.0.0.1:{runs.free_port()}"
+
+
+def run_on(hosts, *more, broken=-1):
+    """Run the page's commands; return how both ended, and what they printed."""
+    folders, address = hosts
+    script = TRAIN.format(path=sys.path, broken=broken)
+    for folder in folders:
+        (folder / "train.py").write_text(script)
+    first, second = page_commands()
+    launcher = start(shlex.join([*shlex.split(first), *more]), folders[0], address)
+    token = folders[0] / "run.token"
+    while not (token.exists() and token.read_text()) and launcher.poll() is None:
+        time.sleep(0.01)
+    assert token.stat().st_mode & 0o777 == 0o600
+    (folders[1] / "run.token").touch(mode=0o600)
+    (folders[1] / "run.token").write_text(token.read_text())
+    agent = start(second, folders[1], address)
+    printed = [process.communicate(timeout=90)[0] for process in (launcher, agent)]
+    return (launcher.returncode, agent.returncode), printed
+
+
+def test_the_commands_of_the_page_train_together(hosts):
+    codes, (launched, joined) = run_on(hosts)
+    assert codes == (0, 0), launched + joined
+    assert "on each of them: paceline run SCRIPT --join 127.0.0.1:" in launched
+    assert (hosts[0][0] / "runs" / "many" / "model.safetensors").is_file()
+    assert (hosts[0][1] / "runs" / "many").is_dir()
+
+
+def test_the_others_go_on_when_a_worker_of_the_other_host_dies(hosts):
+    more = ["--fault", "kill(rank=3).at(step=3)"]
+    codes, (launched, joined) = run_on(hosts, *more)
+    assert codes == (0, 0), launched + joined
+    assert re.search(r"lost workers +1", launched)
+
+
+def test_an_error_on_one_host_ends_all(hosts):
+    codes, (launched, _) = run_on(hosts, broken=3)
+    assert codes == (1, 1)
+    assert "rank 3: KeyError: 'no such thing'" in launched
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"hosts": 2, "transport": "hosts"}, r"hosts \(2\) needs listen"),
+        ({"hosts": 0, "transport": "hosts"}, r"hosts \(0\) must be at least 1"),
+        ({"hosts": 2, "listen": "10.0.0.1:7000"}, r"transport \(shared_memory\) must be hosts"),
+        (
+            {"listen": "7000", "transport": "hosts"},
+            r"listen \(7000\) must be an address and a port",
+        ),
+        ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(how, message):
+    with pytest.raises(pl.UsageError, match=message):
+        pl.launch(runs.train, workers=2, **how)
+
+
+def test_an_address_of_another_host_and_a_port_that_is_taken_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how = {"workers": 2, "transport": "hosts", "hosts": 2}
+    with pytest.raises(pl.UsageError, match="must be a free port of this host: Cannot assign"):
+        pl.launch(runs.train, listen="192.0.2.1:7000", **how)
+    with ManyHosts(1, "127.0.0.1", 0, None).listener() as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(pl.UsageError, match="must be a free port of this host: Address alr"):
+            pl.launch(runs.train, listen=address, **how)
+
+
+def test_a_launcher_whose_hosts_do_not_come_ends(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    how = {"workers": 2, "transport": "hosts", "hosts": 3, "limits": pl.Limits(start_s=0.2)}
+    with pytest.raises(pl.PacelineError, match="2 of 2 other hosts have not joined") as caught:
+        pl.launch(runs.train, listen=f"127.0.0.1:{runs.free_port()}", **how)
+    assert caught.value.exit_code == 3
+    assert "waiting for 2 other hosts" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "zz", "ab" * 31, "ab" * 33])
+def test_a_token_that_is_none_is_refused(text, tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(pl.UsageError, match="must hold 64 hexadecimal digits"):
+        read_token(path)
+    monkeypatch.setenv("PACELINE_TOKEN", text)
+    with pytest.raises(pl.UsageError):
+        read_token(None)
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    with pytest.raises(pl.UsageError, match=f"chmod 600 {path}"):
+        read_token(path)
+    os.chmod(path, 0o600)
+    assert read_token(path) == b"\xab" * 32
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--join", "host:1", "-w", "2"], "--workers must not be given with --join"),
+        (["--join", "10.0.0.1:99999"], "join (10.0.0.1:99999) must be an address and a port"),
+        (["--join", "10.0.0.1:7000"], "token_file (run.token) must be a file"),
+    ],
+)
+def test_a_join_that_cannot_be_is_refused(line, message, paceline):
+    assert message in paceline("run", *line, code=2).err
