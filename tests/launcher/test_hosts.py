@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.comm.hosts.journal import Journal
-from paceline.comm.hosts.link import Link
+from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.registrar_process import RegistrarProcess
 from paceline.comm.hosts.secret import Secret, new_token
@@ -138,7 +138,7 @@ def listening():
 def enter(address, secret):
     """Try to enter as rank 0; the link, once the registrar has replied."""
     limits = Limits(progress_limit_s=1.0)
-    link = Link(f"tcp://{address[0]}:{address[1]}", "127.0.0.1", 0, secret, limits, ())
+    link = RankLink(f"tcp://{address[0]}:{address[1]}", "127.0.0.1", 0, secret, limits, ())
     try:
         return link.order("enter", "host", 1, [])
     finally:

@@ -10,7 +10,7 @@ Batch = tuple[int, int, int]
 """A batch: its queue, its epoch, and its number in the epoch."""
 
 
-class Batches:
+class SharedBatches:
     """Which batches of each queue were given out, and to whom.
 
     Attributes:

@@ -18,7 +18,7 @@ import zmq
 
 from paceline._version import __version__
 from paceline.comm.hosts.here import this_host
-from paceline.comm.hosts.line import Line
+from paceline.comm.hosts.line import JsonLine
 from paceline.comm.hosts.link import BEAT_S
 from paceline.comm.hosts.secret import Secret
 from paceline.comm.limits import Limits
@@ -63,7 +63,7 @@ class Agent:
         self._context = zmq.Context()
         self._socket = self._connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
         self._registrar: zmq.Socket[bytes] | None = None
-        self._line = Line(self._send)
+        self._line = JsonLine(self._send)
         # Ranks of this world inherit nothing beside their pipe.
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._here = ThisHost(fork_server, self._nothing, limits)

@@ -19,12 +19,12 @@ from functools import partial
 import zmq
 
 from paceline._version import __version__
-from paceline.comm.hosts.line import Line
+from paceline.comm.hosts.line import JsonLine
 from paceline.comm.hosts.link import BEAT_S
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.limits import Limits
 from paceline.errors import PacelineError
-from paceline.launcher.places import Place
+from paceline.launcher.places import RankHost
 from paceline.launcher.rank_process import Message
 
 _MAX_FRAME = 1 << 20
@@ -32,7 +32,7 @@ _END_S = 5.0
 """How long the launcher waits at the end until agents know that the run is over."""
 
 
-class OtherHost(Place):
+class OtherHost(RankHost):
     """A host whose agent has joined.
 
     Args:
@@ -44,7 +44,7 @@ class OtherHost(Place):
         name: the address of the host.
     """
 
-    def __init__(self, agents: Agents, line: Line, hello: Message) -> None:
+    def __init__(self, agents: Agents, line: JsonLine, hello: Message) -> None:
         self._agents, self.line, self.hello = agents, line, hello
         self.name: str = hello["address"]
         self._said: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -136,7 +136,7 @@ class Agents:
         self.hosts: list[OtherHost] = []
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._by_identity: dict[bytes, OtherHost | None] = {}
-        self._lines: dict[bytes, Line] = {}
+        self._lines: dict[bytes, JsonLine] = {}
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
@@ -185,7 +185,7 @@ class Agents:
             except zmq.Again:
                 return
             if identity not in self._lines:
-                self._lines[identity] = Line(partial(self._send, identity))
+                self._lines[identity] = JsonLine(partial(self._send, identity))
             with suppress(ValueError, KeyError, TypeError):  # not of an agent as we know it
                 for message in self._lines[identity].take(frames):
                     self._handle(identity, message)

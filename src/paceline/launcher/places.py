@@ -20,7 +20,7 @@ PATIENCE_S = 1.5
 because they know in which operation it is missing."""
 
 
-class Place(Protocol):
+class RankHost(Protocol):
     """A host on which ranks of a run are, each named by its number."""
 
     @property
@@ -55,7 +55,7 @@ class Place(Protocol):
         """Whether the process of a rank runs, and is not stopped."""
 
 
-class ThisHost(Place):
+class ThisHost(RankHost):
     """The host of the launcher, where a fork server starts processes.
 
     Args:

@@ -24,7 +24,7 @@ from paceline.errors import CommTimeout, PacelineError, PeerLost, UsageError, Wo
 from paceline.launcher.fork_client import ForkServer, readable
 from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.many_hosts import ManyHosts, split
-from paceline.launcher.places import Place, ThisHost
+from paceline.launcher.places import RankHost, ThisHost
 from paceline.launcher.rank_process import Message, refuse_in_rank
 from paceline.launcher.signals import Stop
 from paceline.launcher.transports import TRANSPORTS, Opening
@@ -55,7 +55,7 @@ class Rank:
     """
 
     number: int
-    place: Place | None = None
+    place: RankHost | None = None
     code: int | None = None
     value: Any = None
     returned: bool = False
@@ -66,7 +66,7 @@ class Rank:
     seen: bool = False
     starts: int = 0
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: RankHost) -> None:
         """Note that a process was started for this rank."""
         self.place, self.code = place, None
         self.entered, self.starts = False, self.starts + 1
@@ -160,20 +160,9 @@ def run_ranks(
         TRANSPORTS[transport].open(size, hosts) as opening,
         nullcontext() if hosts is None else hosts.agents(limits) as agents,
     ):
-        late = [rank_of(fault) for fault in faults if fault.kind == "join"]
         common = {
-            "transport": transport,
-            "size": size,
-            "program": program,
-            "limits": asdict(limits),
-            "started_s": time.monotonic() - start_s,
-            "threads": threads_per_rank(size if hosts is None else -(-size // hosts.count)),
-            "together": size if hosts is None else -(-size // hosts.count),
-            "environment": dict(os.environ),
-            "cwd": os.getcwd(),
-            "argv": sys.argv,
-            "path": sys.path,
-            "late": late,
+            **_common_config(program, size, transport, hosts, limits, start_s),
+            "late": [rank_of(fault) for fault in faults if fault.kind == "join"],
             "elastic": policy.goes_on,
             "workers": policy.workers,
             "device": device,
@@ -185,8 +174,7 @@ def run_ranks(
         code = 1
         try:
             if hosts is not None and agents is not None:
-                agents.await_hosts(hosts.count - 1, hosts.how_to_join)
-                supervisor.follow(agents)
+                supervisor.follow(agents, hosts)
             supervisor.start_all(faults, folder)
             supervisor.supervise()
             supervisor.raise_failure()
@@ -199,6 +187,31 @@ def run_ranks(
             if agents is not None:
                 agents.end(code)
     return [rank.value for rank in supervisor.ranks]
+
+
+def _common_config(
+    program: Reference,
+    size: int,
+    transport: str,
+    hosts: ManyHosts | None,
+    limits: Limits,
+    start_s: float,
+) -> Message:
+    """What the process of every rank needs to know to begin."""
+    together = size if hosts is None else -(-size // hosts.count)
+    return {
+        "transport": transport,
+        "size": size,
+        "program": program,
+        "limits": asdict(limits),
+        "started_s": time.monotonic() - start_s,
+        "threads": threads_per_rank(together),
+        "together": together,
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+        "argv": sys.argv,
+        "path": sys.path,
+    }
 
 
 def threads_per_rank(size: int) -> int:
@@ -234,7 +247,7 @@ class Supervisor:
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
         self._agents: Agents | None = None
-        self._planned: dict[int, Place] = {}
+        self._planned: dict[int, RankHost] = {}
         self._helpers: list[Helper] = []
         if common["device"] is not None:
             self._helpers.append(Helper("keeper", [opening.fd], Rank(-1)))
@@ -243,8 +256,9 @@ class Supervisor:
 
     # Starting ------------------------------------------------------------------------------------
 
-    def follow(self, agents: Agents) -> None:
-        """Have ranks on the hosts of these agents, too."""
+    def follow(self, agents: Agents, hosts: ManyHosts) -> None:
+        """Wait for the agents of the other hosts, and have ranks there, too."""
+        agents.await_hosts(hosts.count - 1, hosts.how_to_join)
         self._agents = agents
         places = [self._here, *agents.hosts]
         for rank, index in zip(
@@ -252,7 +266,7 @@ class Supervisor:
         ):
             self._planned[rank.number] = places[index]
 
-    def _place_for(self, rank: Rank) -> Place:
+    def _place_for(self, rank: Rank) -> RankHost:
         """Where to start a rank: where it was, or else on the host that has the fewest ranks."""
         planned = rank.place or self._planned.get(rank.number, self._here)
         if not planned.is_silent:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.batches import Batches
+from paceline.comm.batches import SharedBatches
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.comm.ports import Call, Ports, Published, View
@@ -91,7 +91,7 @@ class World:
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: dict[tuple[int, int], Published] = {}
-        self.batches = Batches()
+        self.batches = SharedBatches()
         self.groups: defaultdict[tuple[Any, ...], SimulatedGroup] = defaultdict(SimulatedGroup)
         self.departed: dict[int, str] = {}
         self.behind: set[int] = set()

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.hosts import streams
-from paceline.comm.hosts.streams import Inbox, Outbox, Part
+from paceline.comm.hosts.streams import InStream, OutStream, Part
 
 
 class Wire:
     """A connection that may break: then all that is on its way is lost, in both directions."""
 
     def __init__(self) -> None:
-        self.outbox, self.inbox = Outbox(), Inbox()
+        self.outbox, self.inbox = OutStream(), InStream()
         self.parts: list[Part] = []
         self.acknowledged: list[int] = []
         self.arrived: list[tuple[bytes, bytes]] = []
@@ -116,7 +116,7 @@ def test_a_message_waits_until_it_may_go_and_those_behind_it_wait_too():
     ],
 )
 def test_parts_that_do_not_make_up_their_message_are_refused(parts):
-    inbox = Inbox()
+    inbox = InStream()
     with pytest.raises(ValueError, match="message"):
         for part in parts:
             inbox.add(part)

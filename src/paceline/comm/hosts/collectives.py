@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.hosts.link import Kind, Link, host_copy
+from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.errors import MessageMismatch
@@ -40,7 +40,7 @@ Name = tuple[bytes, int]
 """An operation: its group, and its number among those of the group."""
 
 
-class Arrival(NamedTuple):
+class Handed(NamedTuple):
     """What one member brings to a collective, beside its vector."""
 
     op: int
@@ -50,7 +50,7 @@ class Arrival(NamedTuple):
     weight: int
     flags: int
 
-    def fits(self, other: Arrival) -> bool:
+    def fits(self, other: Handed) -> bool:
         """Whether two members call the same."""
         return self[:4] == other[:4]
 
@@ -73,7 +73,7 @@ class Operation:
         through: the members that have concluded, as they say to one who leaves.
     """
 
-    arrivals: dict[int, tuple[Arrival, Tensor]] = field(default_factory=dict)
+    arrivals: dict[int, tuple[Handed, Tensor]] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     answers: dict[int, bool] = field(default_factory=dict)
@@ -86,31 +86,31 @@ class Operation:
 class HostsCollectives(Collectives):
     """The collectives of one rank."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link, self._rank = link, link.rank
         self._operations: dict[Name, Operation] = {}
         self._numbers: dict[bytes, int] = {}
-        link.handlers[Kind.COLLECT] = self._on_part
-        link.handlers[Kind.ASK] = self._on_ask
-        link.handlers[Kind.ANSWER] = self._on_answer
-        link.handlers[Kind.THROUGH] = self._on_through
+        link.handlers[Topic.COLLECT] = self._on_part
+        link.handlers[Topic.ASK] = self._on_ask
+        link.handlers[Topic.ANSWER] = self._on_answer
+        link.handlers[Topic.THROUGH] = self._on_through
 
     def all_reduce(
         self, x: Tensor, weight: int, members: tuple[int, ...], factor: Factor | None, flags: int
     ) -> Total:
-        arrival = Arrival(_ALL_REDUCE, DTYPES.index(x.dtype), 0, x.numel(), weight, flags)
+        arrival = Handed(_ALL_REDUCE, DTYPES.index(x.dtype), 0, x.numel(), weight, flags)
         return self._run(x, arrival, members, factor)
 
     def broadcast(self, x: Tensor, src: int, members: tuple[int, ...]) -> None:
         weight = int(src == self._rank)
-        arrival = Arrival(_BROADCAST, DTYPES.index(x.dtype), src, x.numel(), weight, 0)
+        arrival = Handed(_BROADCAST, DTYPES.index(x.dtype), src, x.numel(), weight, 0)
         self._run(x, arrival, members, None)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
         return like.new_zeros(numel)
 
     def _run(
-        self, x: Tensor, arrival: Arrival, members: tuple[int, ...], factor: Factor | None
+        self, x: Tensor, arrival: Handed, members: tuple[int, ...], factor: Factor | None
     ) -> Total:
         taking_part = _Part(self._link, self._begin(members), members, arrival, factor)
         total, result = taking_part.run(self, x)
@@ -138,7 +138,7 @@ class HostsCollectives(Collectives):
     def _on_part(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         group, number = _NAME.unpack_from(meta)
         phase, *numbers = _ARRIVAL.unpack_from(meta, _NAME.size)
-        arrival, operation = Arrival(*numbers), self.operation((group, number))
+        arrival, operation = Handed(*numbers), self.operation((group, number))
         vector = body.view(dtype_of(arrival.dtype))
         if phase == _ARRIVED:
             operation.arrivals[src] = arrival, vector
@@ -159,7 +159,7 @@ class HostsCollectives(Collectives):
             total, result = operation.concluded
             code = 0 if result is None else DTYPES.index(result.dtype)
             answer += _ANSWER.pack(True, code, total.weight, total.flags)
-        self._link.send(src, Kind.ANSWER, answer + _pack_ranks(lost), result, None, incarnation)
+        self._link.send(src, Topic.ANSWER, answer + _pack_ranks(lost), result, None, incarnation)
 
     def _on_answer(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         operation = self.operation(_NAME.unpack_from(meta))
@@ -193,7 +193,7 @@ class HostsCollectives(Collectives):
                             del members[rank]
                         else:
                             query = _NAME.pack(*name) + b"?"
-                            self._link.send(rank, Kind.THROUGH, query, incarnation=incarnation)
+                            self._link.send(rank, Topic.THROUGH, query, incarnation=incarnation)
                     if not members:
                         del waiting[name]
                 if waiting:
@@ -207,7 +207,7 @@ class HostsCollectives(Collectives):
         if text != b"?":
             operation.through.add(src)
         elif operation.concluded is not None or self._numbers.get(name[0], 0) > name[1]:
-            self._link.send(src, Kind.THROUGH, _NAME.pack(*name) + b"!", incarnation=incarnation)
+            self._link.send(src, Topic.THROUGH, _NAME.pack(*name) + b"!", incarnation=incarnation)
 
 
 class _Part:
@@ -215,10 +215,10 @@ class _Part:
 
     def __init__(
         self,
-        link: Link,
+        link: RankLink,
         name: Name,
         members: tuple[int, ...],
-        arrival: Arrival,
+        arrival: Handed,
         factor: Factor | None,
     ) -> None:
         self._link, self._name, self._members = link, name, members
@@ -282,9 +282,9 @@ class _Part:
         for rank in ranks:
             part = parts[self._members.index(rank)]
             incarnation = self._incarnations[rank]
-            self._link.send(rank, Kind.COLLECT, meta, part, None, incarnation)
+            self._link.send(rank, Topic.COLLECT, meta, part, None, incarnation)
 
-    def _arrivals(self) -> list[Arrival]:
+    def _arrivals(self) -> list[Handed]:
         """What all members bring, in their order; refuses members that call something else."""
         theirs = self._operation.arrivals
         found = [
@@ -298,7 +298,7 @@ class _Part:
                 )
         return found
 
-    def _sum(self, vector: Tensor, own: range, arrivals: list[Arrival], weight: int) -> Tensor:
+    def _sum(self, vector: Tensor, own: range, arrivals: list[Handed], weight: int) -> Tensor:
         """Sum this rank's slice over all members, in their order."""
         parts = [
             vector[own.start : own.stop]
@@ -348,7 +348,7 @@ class _Part:
                 survivors = [rank for rank in self._others if rank not in lost]
                 meta = _NAME.pack(*self._name) + _pack_ranks(lost)
                 for rank in survivors:
-                    self._link.send(rank, Kind.ASK, meta, None, None, self._incarnations[rank])
+                    self._link.send(rank, Topic.ASK, meta, None, None, self._incarnations[rank])
                 if self._await_answers(lost, survivors):
                     break
         if self._operation.concluded is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.comm.hosts.streams import Inbox, Outbox, Part
+from paceline.comm.hosts.streams import InStream, OutStream, Part
 
 _HEAD = struct.Struct("<BQQ")
 _FIRST, _LAST, _ACK = 1, 2, 4
@@ -18,7 +18,7 @@ Send = Callable[[list[bytes]], bool]
 """Sends frames without waiting; False when there is no room."""
 
 
-class Line:
+class JsonLine:
     """One end of such a connection.
 
     Args:
@@ -29,7 +29,7 @@ class Line:
     """
 
     def __init__(self, send: Send) -> None:
-        self._send, self._outbox, self._inbox = send, Outbox(), Inbox()
+        self._send, self._outbox, self._inbox = send, OutStream(), InStream()
         self.heard_s = time.monotonic()
 
     def put(self, message: Message) -> None:

@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.comm.hosts.roll import Roll
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
-from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, Inbox, Outbox, Part
+from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, InStream, OutStream, Part
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.errors import CommError, LeftBehind, MessageMismatch
@@ -46,7 +46,7 @@ _MAX_FRAME = PART_BYTES + (1 << 16)
 _HANDSHAKE = zmq.Event.HANDSHAKE_SUCCEEDED
 
 
-class Kind(IntEnum):
+class Topic(IntEnum):
     """Who takes a message."""
 
     MAIL = 1
@@ -67,7 +67,7 @@ Handler = Callable[[int, int, bytes, Tensor], None]
 class Receipt(NamedTuple):
     """What to ask for whether a message has arrived: its stream, and its last part."""
 
-    outbox: Outbox
+    outbox: OutStream
     number: int
 
     @property
@@ -93,8 +93,8 @@ class Peer:
 
     def __init__(self, rank: int, theirs: int, own: int) -> None:
         self.rank, self.theirs, self.own = rank, theirs, own
-        self.outboxes = (Outbox(), Outbox())
-        self.inboxes = (Inbox(), Inbox())
+        self.outboxes = (OutStream(), OutStream())
+        self.inboxes = (InStream(), InStream())
         self.owed: set[int] = set()
         self.sockets: list[zmq.Socket[bytes]] = []
         self.monitors: list[zmq.Socket[bytes]] = []
@@ -121,7 +121,7 @@ class Peer:
             monitor.close(linger=0)
 
 
-class Link:
+class RankLink:
     """The connections of one rank.
 
     Args:
@@ -299,7 +299,7 @@ class Link:
     def send(
         self,
         dst: int,
-        kind: Kind,
+        kind: Topic,
         meta: bytes,
         body: Tensor | None = None,
         may_go: Callable[[], bool] | None = None,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.hosts.link import Kind, Link, host_copy
+from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.hosts.windows import HostsWindows
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.offer import Offer
@@ -37,7 +37,7 @@ SavedMessage = tuple[int, int, Tensor, str]
 """A message in a checkpoint: its sender, its tag, its vector, and its header in hexadecimal."""
 
 
-class Letter(NamedTuple):
+class HostsLetter(NamedTuple):
     """A message that has arrived and was not taken yet."""
 
     incarnation: int
@@ -60,18 +60,18 @@ class HostsMail(Mail):
         restored: messages of a checkpoint, which come before all others.
     """
 
-    def __init__(self, link: Link, windows: HostsWindows) -> None:
+    def __init__(self, link: RankLink, windows: HostsWindows) -> None:
         self._link, self._windows, self._last_source = link, windows, -1
         self.restored: list[SavedMessage] = []
-        link.handlers[Kind.MAIL] = self._on_letter
-        link.handlers[Kind.TAKEN] = self._on_taken
+        link.handlers[Topic.MAIL] = self._on_letter
+        link.handlers[Topic.TAKEN] = self._on_taken
         self.begin()
 
     def begin(self) -> None:
         """Begin an incarnation: drop all that an earlier one left."""
         self._number = 0
-        self._boxes: dict[int, list[Letter]] = {}
-        self._early: dict[tuple[int, int, int, int], Letter] = {}
+        self._boxes: dict[int, list[HostsLetter]] = {}
+        self._early: dict[tuple[int, int, int, int], HostsLetter] = {}
         self._tails: dict[tuple[int, int, int], int] = {}
         self._sent: dict[tuple[int, int, int], int] = {}
         self._posted: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
@@ -114,7 +114,7 @@ class HostsMail(Mail):
         self._sent[*key, tag] = self._number
         meta = _LETTER.pack(tag, DTYPES.index(x.dtype), self._number, before) + header
         dst, incarnation = key
-        self._link.send(dst, Kind.MAIL, meta, x, self._windows.gate(), incarnation)
+        self._link.send(dst, Topic.MAIL, meta, x, self._windows.gate(), incarnation)
         return self._number
 
     def _on_taken(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
@@ -127,7 +127,7 @@ class HostsMail(Mail):
     def _on_letter(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         """Put a letter behind the one before it with the same tag, once that has arrived."""
         tag, dtype, number, before = _LETTER.unpack_from(meta)
-        letter = Letter(incarnation, number, tag, dtype, meta[_LETTER.size :], body)
+        letter = HostsLetter(incarnation, number, tag, dtype, meta[_LETTER.size :], body)
         chain = src, incarnation, tag
         self._early[*chain, before] = letter
         while (found := self._early.pop((*chain, self._tails.get(chain, 0)), None)) is not None:
@@ -167,10 +167,10 @@ class HostsMail(Mail):
         check_fit(like, x.numel(), x.dtype, src, tag)
         return Message(src, x.to(like.device).view_as(like), letter.header)
 
-    def _tell_taken(self, src: int, letter: Letter) -> None:
+    def _tell_taken(self, src: int, letter: HostsLetter) -> None:
         if self._link.check().why_gone(src, letter.incarnation) is None:
             meta = _NUMBER.pack(letter.number)
-            self._link.send(src, Kind.TAKEN, meta, incarnation=letter.incarnation)
+            self._link.send(src, Topic.TAKEN, meta, incarnation=letter.incarnation)
 
     def _take_restored(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         for index, (src, its_tag, x, header) in enumerate(self.restored):
@@ -180,7 +180,7 @@ class HostsMail(Mail):
                 return Message(src, x.to(like.device).view_as(like), bytes.fromhex(header))
         return None
 
-    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, Letter] | None:
+    def _find(self, sources: Sequence[int], tag: int) -> tuple[int, HostsLetter] | None:
         """The oldest message with this tag of a sender; senders in turn."""
         last = self._last_source
         for src in sorted(sources, key=lambda source: (source <= last, source)):
@@ -189,7 +189,7 @@ class HostsMail(Mail):
                     return src, letter
         return None
 
-    def _valid(self, src: int) -> list[Letter]:
+    def _valid(self, src: int) -> list[HostsLetter]:
         """The messages of the present incarnation of ``src``, unless it was left behind.
 
         What a rank sent before it died is as good as any other. Those of earlier incarnations are

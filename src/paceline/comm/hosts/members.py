@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.comm.hosts.link import Link
+from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.roll import Roll
 from paceline.comm.liveness import SLACK_S, TICK_S, Watch
 from paceline.comm.ports import Members, View
@@ -27,7 +27,7 @@ class HostsMembers(Members):
 
     def __init__(
         self,
-        link: Link,
+        link: RankLink,
         size: int,
         late: Sequence[int],
         place: tuple[str, int],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.comm.hosts.link import Link
+from paceline.comm.hosts.link import RankLink
 from paceline.comm.ports import DataQueue
 
 
 class HostsQueue(DataQueue):
     """The data queue of one rank."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link = link
 
     def draw(self, queue: int, epoch: int) -> int | None:

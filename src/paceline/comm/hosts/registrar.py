@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.comm.batches import Batches, as_batch
+from paceline.comm.batches import SharedBatches, as_batch
 from paceline.comm.standing import GONE, LOST, Standing
 
 OUTCOMES_KEPT = 8
@@ -27,7 +27,7 @@ Order = Sequence[Json]
 
 
 @dataclass
-class Entry:
+class RollEntry:
     """What the roll says of a rank.
 
     Attributes:
@@ -54,7 +54,7 @@ class Entry:
         ]  # fmt: skip
 
     @classmethod
-    def of(cls, row: Sequence[Json]) -> Entry:
+    def of(cls, row: Sequence[Json]) -> RollEntry:
         """The entry that :meth:`row` returned."""
         incarnation, standing, host, pid, addresses, reason = row
         return cls(incarnation, Standing(standing), host, pid, list(addresses), reason)
@@ -89,9 +89,9 @@ class Registrar:
     def __init__(self, size: int, workers: int, late: Sequence[int], dead_s: float) -> None:
         self.size, self._workers, self._dead_s = size, workers, dead_s
         self._late = [*late]
-        self.roll = [Entry() for _ in range(size)]
+        self.roll = [RollEntry() for _ in range(size)]
         self.version = 1
-        self._batches = Batches()
+        self._batches = SharedBatches()
         self._closed = False
         self._finished = [0] * size
         self._roster: list[list[int]] | None = None
@@ -162,7 +162,7 @@ class Registrar:
             self._strike(rank, Standing.DIED, "it begins anew")
         late = rank in self._late or entry.incarnation > 0
         standing = Standing.JOINING if late else Standing.HERE
-        self.roll[rank] = Entry(entry.incarnation + 1, standing, host, pid, addresses)
+        self.roll[rank] = RollEntry(entry.incarnation + 1, standing, host, pid, addresses)
         self._silent_s[rank] = 0.0
         for client in [c for c, kept in self._clients.items() if kept["rank"] == rank][:-2]:
             del self._clients[client]  # of processes that are long gone
@@ -370,7 +370,7 @@ class Registrar:
     def load_state(self, state: Mapping[str, Json]) -> None:
         """Go on from what :meth:`state` returned."""
         self.version = state["version"]
-        self.roll = [Entry.of(row) for row in state["roll"]]
+        self.roll = [RollEntry.of(row) for row in state["roll"]]
         self._closed, self._finished = state["closed"], [*state["finished"]]
         self._call, self._roster = state["call"], state["roster"]
         self._outcomes = {int(number): outcome for number, outcome in state["outcomes"].items()}

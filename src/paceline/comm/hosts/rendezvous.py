@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.hosts.link import Link
+from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.mail import HostsMail
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import PUBLISHED, SAVED, Call, Rendezvous
@@ -16,7 +16,7 @@ from paceline.comm.ports import PUBLISHED, SAVED, Call, Rendezvous
 class HostsRendezvous(Rendezvous):
     """One rank's part in them."""
 
-    def __init__(self, link: Link, mail: HostsMail) -> None:
+    def __init__(self, link: RankLink, mail: HostsMail) -> None:
         self._link, self._mail = link, mail
 
     def call(self, known: int, step: int, stop: bool, over: int) -> None:

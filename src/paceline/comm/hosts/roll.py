@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from paceline.comm.hosts.registrar import Entry
+from paceline.comm.hosts.registrar import RollEntry
 from paceline.comm.ports import Call, View
 from paceline.comm.ranks import Ranks, ranks
 from paceline.comm.standing import LOST, Standing
@@ -22,7 +22,7 @@ class Roll:
 
     def __init__(self, shared: Mapping[str, Any], late: frozenset[int]) -> None:
         self.version: int = shared["version"]
-        self.entries = [Entry.of(row) for row in shared["roll"]]
+        self.entries = [RollEntry.of(row) for row in shared["roll"]]
         self.closed: bool = shared["closed"]
         number, step, stop, incarnations = shared["call"]
         self.call = Call(number, step, stop, tuple(incarnations))

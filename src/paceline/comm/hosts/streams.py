@@ -69,7 +69,7 @@ class _Parcel:
         return Part(number, first, last, len(self.body), self.meta if first else b"", chunk)
 
 
-class Outbox:
+class OutStream:
     """The sender's end of a stream."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Outbox:
         return not self._parcels
 
 
-class Inbox:
+class InStream:
     """The receiver's end of a stream.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.hosts.link import Kind, Link, Receipt, host_copy
+from paceline.comm.hosts.link import RankLink, Receipt, Topic, host_copy
 from paceline.comm.hosts.roll import Roll
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import PUBLISHED, Published, check_fit
@@ -29,7 +29,7 @@ _VERSIONS = 1 << 32
 """Versions of the second incarnation of a rank begin here, and so on: they never go back."""
 
 
-class Window(NamedTuple):
+class WindowVersion(NamedTuple):
     """A version of a window."""
 
     version: int
@@ -51,17 +51,17 @@ class HostsWindows:
         elastic: whether the run goes on when a rank is lost.
     """
 
-    def __init__(self, link: Link, serves: bool, elastic: bool) -> None:
+    def __init__(self, link: RankLink, serves: bool, elastic: bool) -> None:
         self._link, self._serves, self._elastic = link, serves, elastic
-        self._own: dict[int, Window] = {}
-        self._held: dict[tuple[int, int], Window] = {}
-        self._requests, self._answers = count(1), dict[int, Window | None]()
+        self._own: dict[int, WindowVersion] = {}
+        self._held: dict[tuple[int, int], WindowVersion] = {}
+        self._requests, self._answers = count(1), dict[int, WindowVersion | None]()
         self._holder: tuple[int, int] | None = None
         self._copies: list[tuple[int, Receipt]] = []
         self._copied = 0
-        link.handlers[Kind.PEEK] = self._on_peek
-        link.handlers[Kind.WINDOW] = self._on_window
-        link.handlers[Kind.COPY] = self._on_copy
+        link.handlers[Topic.PEEK] = self._on_peek
+        link.handlers[Topic.WINDOW] = self._on_window
+        link.handlers[Topic.COPY] = self._on_copy
         link.on_roll = self._on_roll
 
     # Writing -------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class HostsWindows:
         with self._link.changed:
             first = (self._link.incarnation - 1) * _VERSIONS
             version = max(first, last.version if last else 0) + 1
-            self._own[window] = Window(version, copy, header)
+            self._own[window] = WindowVersion(version, copy, header)
             if self._elastic and self._is_copied(window):
                 self._copied += 1
                 self._copy(window, self._copied)
@@ -101,7 +101,7 @@ class HostsWindows:
         own = owner == self._link.rank
         seen = self._own[window] if own else self._held[owner, window]
         meta = _COPY.pack(owner, window, seen.version, DTYPES.index(seen.x.dtype)) + seen.header
-        return self._link.send(dst, Kind.COPY, meta, seen.x, incarnation=incarnation)
+        return self._link.send(dst, Topic.COPY, meta, seen.x, incarnation=incarnation)
 
     def _choose_holder(self) -> tuple[int, int] | None:
         """Another rank: on another host, if there is one; the next one in turn."""
@@ -174,7 +174,7 @@ class HostsWindows:
                 if roll.why_gone(rank, incarnation) is None:
                     asked[number] = rank, incarnation
                     meta = _PEEK.pack(number, owner, window)
-                    self._link.send(rank, Kind.PEEK, meta, incarnation=incarnation)
+                    self._link.send(rank, Topic.PEEK, meta, incarnation=incarnation)
             while True:
                 roll = self._link.check()
                 missing = [
@@ -197,19 +197,19 @@ class HostsWindows:
         seen = self._own.get(window) if own else self._held.get((owner, window))
         if seen is None:
             answer = _WINDOW.pack(number, 0, 0)
-            self._link.send(src, Kind.WINDOW, answer, incarnation=incarnation)
+            self._link.send(src, Topic.WINDOW, answer, incarnation=incarnation)
         else:
             answer = _WINDOW.pack(number, seen.version, DTYPES.index(seen.x.dtype)) + seen.header
-            self._link.send(src, Kind.WINDOW, answer, seen.x, incarnation=incarnation)
+            self._link.send(src, Topic.WINDOW, answer, seen.x, incarnation=incarnation)
 
     def _on_window(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         number, version, code = _WINDOW.unpack_from(meta)
-        seen = Window(version, body.view(dtype_of(code)), meta[_WINDOW.size :])
+        seen = WindowVersion(version, body.view(dtype_of(code)), meta[_WINDOW.size :])
         self._answers[number] = seen if version else None
 
     def _on_copy(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         owner, window, version, code = _COPY.unpack_from(meta)
         held = self._held.get((owner, window))
         if held is None or version > held.version:
-            seen = Window(version, body.view(dtype_of(code)), meta[_COPY.size :])
+            seen = WindowVersion(version, body.view(dtype_of(code)), meta[_COPY.size :])
             self._held[owner, window] = seen

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from paceline.comm.hosts.collectives import HostsCollectives
 from paceline.comm.hosts.here import this_host
-from paceline.comm.hosts.link import Link
+from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.mail import HostsMail
 from paceline.comm.hosts.members import HostsMembers
 from paceline.comm.hosts.queue import HostsQueue
@@ -51,7 +51,7 @@ class HostsPorts(Ports):
         elastic: bool = True,
         workers: int | None = None,
     ) -> None:
-        self.link = Link(registrar, host, rank, secret, limits, late)
+        self.link = RankLink(registrar, host, rank, secret, limits, late)
         serves = workers is not None and rank >= workers
         self._windows = HostsWindows(self.link, serves, elastic)
         mail = HostsMail(self.link, self._windows)

@@ -82,7 +82,7 @@ class BatchTable:
     def state(self, without: Sequence[int]) -> dict[str, Any]:
         """How far the queues are, and which batches are taken back, or will be of these ranks.
 
-        As :meth:`paceline.comm.batches.Batches.state` has it.
+        As :meth:`paceline.comm.batches.SharedBatches.state` has it.
         """
         words = self._shared.words.read(self._shared.layout.queues, MAX_QUEUES)
         queues = {str(queue): [*parts(word)[1:]] for queue, word in enumerate(words) if word}
