@@ -83,7 +83,7 @@ def run_on(hosts, *more, broken=-1):
 def test_the_commands_of_the_page_train_together(hosts):
     codes, (launched, joined) = run_on(hosts)
     assert codes == (0, 0), launched + joined
-    assert "on each of them: paceline run SCRIPT --join 127.0.0.1:" in launched
+    assert "1 other host; to join, type there: paceline run SCRIPT --join 127.0.0.1:" in launched
     assert (hosts[0][0] / "runs" / "many" / "model.safetensors").is_file()
     assert (hosts[0][1] / "runs" / "many").is_dir()
 

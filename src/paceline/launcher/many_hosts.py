@@ -62,7 +62,8 @@ class ManyHosts:
         text = f"paceline run SCRIPT --join {self.address}:{self.port}"
         if TOKEN_VARIABLE not in os.environ or self.token_file is not None:
             text += f" --token-file {self.token_file or TOKEN_FILE}"
-        return f"paceline: waiting for {self.count - 1} other hosts; on each of them: {text}"
+        others = "1 other host" if self.count == 2 else f"{self.count - 1} other hosts"
+        return f"paceline: waiting for {others}; to join, type there: {text}"
 
     def token(self) -> bytes:
         """The run's token, from where the options say; a new file, where there is none."""
