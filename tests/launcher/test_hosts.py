@@ -40,21 +40,12 @@ def launch(strategy, *faults, **how):
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "sasgd(interval=2)", "allreduce"])
 def test_the_others_continue_when_a_worker_dies(strategy):
-    how = {"on_loss": "continue", "arguments": {"until_lost": True}}
-    if strategy == "allreduce":  # whose workers wait for the victim inside a step
-        how["arguments"] = {}
-    result = launch(strategy, pl.kill(rank=1).at(step=3), **how)
-    assert runs.happened(result, "lost") == [1]
-    assert set(runs.answers(result)) == {0, 2}
-    assert len(set(runs.answers(result).values())) == 1
+    runs.check_that_others_continue(launch, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["downpour(shards=2)", "cyclic", "layered"])
 def test_a_server_that_dies_has_a_successor_that_finds_what_it_left(strategy, tmp_path):
-    how = {"victim": WORKERS, "until_incarnation": 2, "pids": str(tmp_path)}
-    result = launch(strategy, arguments=how, on_loss="continue")
-    assert runs.happened(result, "succeeded") == [WORKERS] and result.lost_workers == 0
-    assert set(runs.answers(result)) == {0, 1, 2}
+    runs.check_that_a_server_has_a_successor(launch, strategy, tmp_path)
 
 
 def test_a_worker_that_was_stopped_for_too_long_comes_back(tmp_path):
@@ -66,10 +57,7 @@ def test_a_worker_that_was_stopped_for_too_long_comes_back(tmp_path):
 
 
 def test_a_lost_worker_is_restarted():
-    how = {"max_restarts": 1, "arguments": {"victim": 2, "until_incarnation": 2}}
-    result = launch("easgd(interval=2)", pl.kill(rank=2).at(step=3), **how)
-    assert runs.happened(result, "restarted") == runs.happened(result, "joined") == [2]
-    assert set(runs.answers(result)) == {0, 1, 2}
+    runs.check_that_a_lost_worker_is_restarted(launch, "easgd(interval=2)")
 
 
 # The registrar -----------------------------------------------------------------------------------

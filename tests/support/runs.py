@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -485,6 +486,35 @@ def happened(result: pl.Result, event: str) -> list[int]:
 def answers(result: pl.Result) -> dict[int, Any]:
     """The answer of each worker of :func:`train_through_losses` that finished."""
     return {m["rank"]: m["answer"] for m in result.metrics if "answer" in m}
+
+
+def check_that_others_continue(launch: Callable[..., pl.Result], strategy: str) -> None:
+    """Of three workers, the second is killed; the others end with the same answer."""
+    how: dict[str, Any] = {"on_loss": "continue", "arguments": {"until_lost": True}}
+    if strategy == "allreduce":  # whose workers wait for the victim inside a step
+        how["arguments"] = {}
+    result = launch(strategy, pl.kill(rank=1).at(step=3), **how)
+    assert happened(result, "lost") == [1]
+    assert set(answers(result)) == {0, 2}
+    assert len(set(answers(result).values())) == 1
+
+
+def check_that_a_server_has_a_successor(
+    launch: Callable[..., pl.Result], strategy: str, folder: Path
+) -> None:
+    """The first rank behind three workers is killed; its successor finds what it left."""
+    how = {"victim": 3, "until_incarnation": 2, "pids": str(folder)}
+    result = launch(strategy, arguments=how, on_loss="continue")
+    assert happened(result, "succeeded") == [3] and result.lost_workers == 0
+    assert set(answers(result)) == {0, 1, 2}
+
+
+def check_that_a_lost_worker_is_restarted(launch: Callable[..., pl.Result], strategy: str) -> None:
+    """The last of three workers is killed, and started again."""
+    how = {"max_restarts": 1, "arguments": {"victim": 2, "until_incarnation": 2}}
+    result = launch(strategy, pl.kill(rank=2).at(step=3), **how)
+    assert happened(result, "restarted") == happened(result, "joined") == [2]
+    assert set(answers(result)) == {0, 1, 2}
 
 
 def children_of(pid: int) -> list[int]:

@@ -28,13 +28,11 @@ from paceline.comm.ports import (
     Published,
     check_fit,
 )
+from paceline.comm.restored import SavedMessage, take_restored
 from paceline.comm.standing import GONE, Standing
 
 _LETTER = struct.Struct("<qBQQ")
 _NUMBER = struct.Struct("<Q")
-
-SavedMessage = tuple[int, int, Tensor, str]
-"""A message in a checkpoint: its sender, its tag, its vector, and its header in hexadecimal."""
 
 
 class HostsLetter(NamedTuple):
@@ -153,8 +151,9 @@ class HostsMail(Mail):
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         self._link.check()
-        if self.restored and (message := self._take_restored(like, sources, tag)) is not None:
-            return message
+        restored = take_restored(self.restored, like, sources, tag)
+        if restored is not None:
+            return restored
         with self._link.changed:
             found = self._find(sources, tag)
             if found is None:
@@ -171,14 +170,6 @@ class HostsMail(Mail):
         if self._link.check().why_gone(src, letter.incarnation) is None:
             meta = _NUMBER.pack(letter.number)
             self._link.send(src, Topic.TAKEN, meta, incarnation=letter.incarnation)
-
-    def _take_restored(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
-        for index, (src, its_tag, x, header) in enumerate(self.restored):
-            if src in sources and its_tag == tag:
-                del self.restored[index]
-                check_fit(like, x.numel(), x.dtype, src, tag)
-                return Message(src, x.to(like.device).view_as(like), bytes.fromhex(header))
-        return None
 
     def _find(self, sources: Sequence[int], tag: int) -> tuple[int, HostsLetter] | None:
         """The oldest message with this tag of a sender; senders in turn."""

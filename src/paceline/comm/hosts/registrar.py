@@ -12,7 +12,7 @@ its rank has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from paceline.comm.batches import SharedBatches, as_batch
@@ -48,10 +48,7 @@ class RollEntry:
 
     def row(self) -> list[Json]:
         """The entry as a list, for JSON."""
-        own = self
-        return [
-            own.incarnation, int(own.standing), own.host, own.pid, own.addresses, own.reason
-        ]  # fmt: skip
+        return list(astuple(self))
 
     @classmethod
     def of(cls, row: Sequence[Json]) -> RollEntry:
@@ -343,11 +340,6 @@ class Registrar:
             "outcomes": {str(number): outcome for number, outcome in self._outcomes.items()},
             "stopped": sorted(self._stopped),
         }
-
-    def is_over(self) -> bool:
-        """Whether every rank that has come is gone."""
-        came = [entry for entry in self.roll if entry.incarnation]
-        return bool(came) and all(entry.standing in GONE for entry in came)
 
     def lost(self) -> list[int]:
         """The ranks that are lost."""

@@ -121,11 +121,10 @@ class RegistrarProcess:
         """See which processes of this host have died, are stopped, or run."""
         for rank, entry in enumerate(self._registrar.roll):
             if entry.host == self._host and entry.standing in (Standing.JOINING, Standing.HERE):
-                stopped = self._processes.is_stopped(rank)
-                state = "died" if self._processes.has_died(rank) else "stopped"
-                self._hear_state(
-                    rank, self._host, entry.pid, state if state == "died" or stopped else "running"
-                )
+                state = "stopped" if self._processes.is_stopped(rank) else "running"
+                if self._processes.has_died(rank):
+                    state = "died"
+                self._hear_state(rank, self._host, entry.pid, state)
 
     def _hear_state(self, rank: int, host: str, pid: int, state: str) -> None:
         """Hear how a process on a host is, which may have been followed by another since."""

@@ -23,6 +23,7 @@ from paceline.comm.ports import (
     Published,
     check_fit,
 )
+from paceline.comm.restored import SavedMessage, take_restored
 from paceline.comm.shared.layout import SENT_SLOT, SLOT_WORDS, SLOTS
 from paceline.comm.shared.members import SharedMembers
 from paceline.comm.shared.places import Spot
@@ -32,8 +33,6 @@ from paceline.comm.standing import GONE, Standing
 from paceline.errors import PeerLost
 
 _INCARNATIONS = 1 << 20
-SavedMessage = tuple[int, int, Tensor, str]
-"""A message in a checkpoint: its sender, its tag, its vector, and its header in hexadecimal."""
 
 
 class SharedMail(Mail):
@@ -137,8 +136,9 @@ class SharedMail(Mail):
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
         self._members.check()
         self._deferred.settle()
-        if self.restored and (message := self._take_restored(like, sources, tag)) is not None:
-            return message
+        restored = take_restored(self.restored, like, sources, tag)
+        if restored is not None:
+            return restored
         found = self._find(sources, tag)
         if found is None:
             return None
@@ -157,14 +157,6 @@ class SharedMail(Mail):
         if slot == SENT_SLOT:  # its sender waits for the receipt
             self._deferred.settle(wait=True)
         return Message(src, x.to(like.device).view_as(like), header)
-
-    def _take_restored(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
-        for index, (src, its_tag, x, header) in enumerate(self.restored):
-            if src in sources and its_tag == tag:
-                del self.restored[index]
-                check_fit(like, x.numel(), x.dtype, src, tag)
-                return Message(src, x.to(like.device).view_as(like), bytes.fromhex(header))
-        return None
 
     def _find(self, sources: Sequence[int], tag: int) -> tuple[int, int, int] | None:
         """The oldest message with this tag of a sender; senders in turn."""
