@@ -101,6 +101,77 @@ def test_an_error_on_one_host_ends_all(hosts):
     assert "rank 3: KeyError: 'no such thing'" in launched
 
 
+# A host that is gone ------------------------------------------------------------------------------
+
+UNTIL = """
+import pathlib
+import sys
+
+sys.path[:0] = {path!r}
+import torch
+
+import paceline as pl
+from support import runs
+
+
+def train(worker):
+    net = runs.new_net()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    here = pathlib.Path({folder!r})
+    while not (here / "enough").exists():
+        sgd.zero_grad()
+        net(torch.ones(4, 6)).sum().backward()
+        sgd.step()
+        (here / f"rank{{worker.rank}}").touch()
+
+
+if __name__ == "__main__":
+    limits = pl.Limits(dead_s=1.0)
+    how = dict(transport="hosts", hosts=3, listen={address!r}, token_file={token!r})
+    result = pl.launch(train, workers=3, strategy="gossip", limits=limits, **how)
+    print("lost workers:", result.lost_workers)
+"""
+
+
+@pytest.fixture
+def three_hosts(tmp_path):
+    """The launcher and two agents of a run that trains until it is told to end."""
+    address, token = f"127.0.0.1:{runs.free_port()}", tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("ab" * 32)
+    words = {"path": sys.path, "folder": str(tmp_path), "address": address, "token": str(token)}
+    (tmp_path / "train.py").write_text(UNTIL.format(**words))
+    processes = [start("train", tmp_path, address)]
+    join = f"paceline run train.py --join {address} --token-file {token}"
+    processes += [start(join, tmp_path, address) for _ in range(2)]
+    try:
+        while not all((tmp_path / f"rank{rank}").exists() for rank in range(3)):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.02)
+        yield tmp_path, processes
+    finally:
+        for process in processes:
+            process.kill()
+            print(process.communicate()[0])
+
+
+def test_agents_end_when_most_hosts_have_lost_the_launcher(three_hosts):
+    _, (launcher, *agents) = three_hosts
+    launcher.kill()
+    for agent in agents:
+        printed = agent.communicate(timeout=60)[0]
+        assert agent.returncode == 3, printed
+        assert "most hosts agree that it is gone" in printed
+
+
+def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
+    folder, (launcher, *agents) = three_hosts
+    agents[0].kill()
+    (folder / "enough").touch()
+    assert launcher.communicate(timeout=60)[0].splitlines()[-1] == "lost workers: 1"
+    assert (launcher.returncode, agents[1].wait()) == (0, 0)
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ import zmq
 from paceline._version import __version__
 from paceline.comm.hosts.line import JsonLine
 from paceline.comm.hosts.link import BEAT_S
+from paceline.comm.hosts.probe import Probe
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.limits import Limits
 from paceline.errors import PacelineError
@@ -44,13 +45,22 @@ class OtherHost(RankHost):
         name: the address of the host.
     """
 
-    def __init__(self, agents: Agents, line: JsonLine, hello: Message) -> None:
-        self._agents, self.line, self.hello = agents, line, hello
+    def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: Probe) -> None:
+        self._agents, self.line, self.hello, self._probe = agents, line, hello, probe
         self.name: str = hello["address"]
         self._said: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
         self._starts: dict[int, int] = {}
+        self._is_gone = False
+
+    def look(self) -> None:
+        """Call this a few times a second: see whether its agent, and so all its ranks, are gone."""
+        if not self._is_gone and self._probe.is_broken:
+            self._is_gone = True
+            self._probe.close()
+            for number in self._starts:
+                self._codes.setdefault(number, -signal.SIGKILL)
 
     @property
     def silent_s(self) -> float:
@@ -60,7 +70,7 @@ class OtherHost(RankHost):
     @property
     def is_silent(self) -> bool:
         """Whether the host counts as lost, for now."""
-        return self.silent_s > self._agents.limits.dead_s
+        return self._is_gone or self.silent_s > self._agents.limits.dead_s
 
     def fds(self) -> Sequence[int]:
         return []
@@ -177,6 +187,8 @@ class Agents:
                     looked_s = time.monotonic()
                     for line in self._lines.values():
                         line.look()
+                    for host in self.hosts:
+                        host.look()
 
     def _hear(self) -> None:
         while True:
@@ -205,8 +217,12 @@ class Agents:
             line.put({"over": 2, "text": ours})
             self._by_identity[identity] = None
             return
-        host = self._by_identity[identity] = OtherHost(self, line, hello)
+        probe = Probe(self._context, self._secret, hello["neighbor"])
+        host = self._by_identity[identity] = OtherHost(self, line, hello, probe)
         self.hosts.append(host)
+        neighbors = [each.hello["neighbor"] for each in self.hosts]
+        for each in self.hosts:
+            each.line.put({"neighbors": neighbors, "dead_s": self.limits.dead_s})
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:

@@ -13,6 +13,7 @@ import zmq
 from paceline.comm.hosts.here import this_host
 from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.link import BEAT_S
+from paceline.comm.hosts.probe import Probe
 from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.limits import Limits
@@ -52,6 +53,7 @@ class RegistrarProcess:
         self._socket.setsockopt(zmq.USE_FD, listener)
         self._socket.bind("tcp://127.0.0.1:*")  # the address of the descriptor counts
         self._clients: dict[bytes, tuple[float, int]] = {}
+        self._probes: dict[tuple[int, int], Probe] = {}
 
     def run(self) -> None:
         """Serve until this process is ended."""
@@ -68,6 +70,7 @@ class RegistrarProcess:
             now_s = time.monotonic()
             if now_s > looked_s + TICK_S:
                 self._watch_host()
+                self._probe_others()
                 # A longer time was one in which this process was stopped itself.
                 self._registrar.pass_time(min(now_s - looked_s, 3 * TICK_S))
                 looked_s = now_s
@@ -125,6 +128,23 @@ class RegistrarProcess:
                 if self._processes.has_died(rank):
                     state = "died"
                 self._hear_state(rank, self._host, entry.pid, state)
+
+    def _probe_others(self) -> None:
+        """See which processes of other hosts are gone: their agents may be gone with them."""
+        here = (Standing.JOINING, Standing.HERE)
+        present = {
+            (rank, entry.incarnation): entry
+            for rank, entry in enumerate(self._registrar.roll)
+            if entry.host != self._host and entry.standing in here
+        }
+        for key in self._probes.keys() - present:
+            self._probes.pop(key).close()
+        for key, entry in present.items():
+            if key not in self._probes:
+                self._probes[key] = Probe(self._context, self._secret, entry.addresses[0])
+            elif self._probes[key].is_broken:
+                self._registrar.strike(*key, Standing.DIED, "it died")
+                self._probes.pop(key).close()
 
     def _hear_state(self, rank: int, host: str, pid: int, state: str) -> None:
         """Hear how a process on a host is, which may have been followed by another since."""
