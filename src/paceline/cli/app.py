@@ -272,13 +272,17 @@ def drill(
         bool, Option("--sim", help="In virtual time; only the cases that can be simulated.")
     ] = False,
     device: BenchDevice = "cpu",
+    hosts: Annotated[
+        int, Option("--hosts", help="Over so many hosts, made of namespaces on this machine.")
+    ] = 1,
 ) -> None:
     """Kill, freeze and disturb real runs on purpose. Shows how each run coped."""
     from paceline.cli import drill as d
 
     at_least("seeds", seeds, 1)
-    trials = d.choose(cases or [], strategy or [], full, simulated, device)
-    d.drill(output.screen(), trials, simulated, seeds, device)
+    at_least("hosts", hosts, 1)
+    trials = d.choose(cases or [], strategy or [], full, simulated, device, hosts)
+    d.drill(output.screen(), trials, simulated, seeds, device, hosts)
 
 
 @command(app)

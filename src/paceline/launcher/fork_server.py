@@ -150,7 +150,7 @@ def main() -> None:
 
     import paceline.comm.shared.world
     import paceline.comm.torch_distributed.world
-    import paceline.launcher.launch  # noqa: F401 - a rank needs these, and would import them itself
+    import paceline.launcher.launch  # a rank needs these, and would import them itself
 
     with suppress(ImportError):  # without pyzmq
         import paceline.comm.hosts.world  # noqa: F401

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from paceline.common.files import write_private
 from paceline.lab.tasks.fashion import load_images, log_test, make_loader, make_model
 from paceline.lab.tasks.recipe import MOMENTUM, batch_of, learning_rate
 from paceline.training.worker import Worker
@@ -22,10 +25,12 @@ def train(
     epochs: int,
     incarnations: dict[str, int] | None = None,
     poisoned: int | None = None,
+    began: str | None = None,
 ) -> None:
     """Train for some epochs, and then until the ranks in ``incarnations`` have reached them.
 
-    The gradients of a ``poisoned`` worker are not finite from its step 100 on.
+    The gradients of a ``poisoned`` worker are not finite from its step 100 on. After its first
+    step, rank 0 writes the monotonic time at which the run's clock was 0 to the file ``began``.
     """
     images = load_images()
     torch.manual_seed(worker.seed)
@@ -43,6 +48,9 @@ def train(
                 for parameter in net.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan)
             sgd.step()
+            if began is not None and worker.rank == 0 and worker.steps == 1:
+                clock_s = worker._session.all_ranks.clock.now()
+                write_private(Path(began), str(time.monotonic() - clock_s))
         epoch += 1
     worker.finish()
     log_test(worker, net, images, epoch - 1)
