@@ -20,8 +20,8 @@ import zmq
 from paceline._version import __version__
 from paceline.comm.hosts.here import this_host
 from paceline.comm.hosts.line import JsonLine
-from paceline.comm.hosts.link import BEAT_S
 from paceline.comm.hosts.secret import Secret
+from paceline.comm.hosts.wire import BEAT_S
 from paceline.comm.limits import Limits
 from paceline.common.reference import Reference
 from paceline.errors import PacelineError, UsageError

@@ -20,9 +20,9 @@ import zmq
 
 from paceline._version import __version__
 from paceline.comm.hosts.line import JsonLine
-from paceline.comm.hosts.link import BEAT_S
-from paceline.comm.hosts.probe import Probe
+from paceline.comm.hosts.probe import ZmqProbe
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
+from paceline.comm.hosts.wire import BEAT_S
 from paceline.comm.limits import Limits
 from paceline.errors import PacelineError
 from paceline.launcher.places import RankHost
@@ -45,7 +45,7 @@ class OtherHost(RankHost):
         name: the address of the host.
     """
 
-    def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: Probe) -> None:
+    def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: ZmqProbe) -> None:
         self._agents, self.line, self.hello, self._probe = agents, line, hello, probe
         self.name: str = hello["address"]
         self._said: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -56,7 +56,7 @@ class OtherHost(RankHost):
 
     def look(self) -> None:
         """Call this a few times a second: see whether its agent, and so all its ranks, are gone."""
-        if not self._is_gone and self._probe.is_broken:
+        if not self._is_gone and self._probe.is_broken():
             self._is_gone = True
             self._probe.close()
             for number in self._starts:
@@ -217,7 +217,7 @@ class Agents:
             line.put({"over": 2, "text": ours})
             self._by_identity[identity] = None
             return
-        probe = Probe(self._context, self._secret, hello["neighbor"])
+        probe = ZmqProbe(self._context, self._secret, hello["neighbor"])
         host = self._by_identity[identity] = OtherHost(self, line, hello, probe)
         self.hosts.append(host)
         neighbors = [each.hello["neighbor"] for each in self.hosts]

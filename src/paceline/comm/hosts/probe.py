@@ -1,8 +1,4 @@
-"""A connection that shows whether the process at its other end still exists.
-
-When a process ends, its host closes the connection, and refuses a new one. A link that is cut, or a
-process that is stopped, does neither.
-"""
+"""The real probe, which sees when ZeroMQ loses a connection, and when it has one again."""
 
 from __future__ import annotations
 
@@ -12,14 +8,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.comm.hosts.secret import Secret
+from paceline.comm.hosts.wire import GONE_S, Probe
 
-GONE_S = 1.0
-"""A connection that broke and is not back after so long: the process at its other end is gone."""
 _CAME, _BROKE = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED
 
 
-class Probe:
-    """Watches a connection, which carries nothing.
+class ZmqProbe(Probe):
+    """Watches a connection.
 
     Args:
         context: makes its sockets.
@@ -38,9 +33,7 @@ class Probe:
         self._here = False
         self._broken_s: float | None = None
 
-    @property
     def is_broken(self) -> bool:
-        """Whether the connection broke, and did not come back in time."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == _CAME:
@@ -50,7 +43,6 @@ class Probe:
         return self._broken_s is not None and time.monotonic() > self._broken_s + GONE_S
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Receipt, Topic, host_copy
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import PUBLISHED, Published, check_fit
 from paceline.errors import MessageMismatch
 
@@ -165,7 +165,7 @@ class HostsWindows:
 
     def _ask(self, ranks: list[int], owner: int, window: int) -> Published | None:
         """Ask ranks for a window of ``owner``; the newest version that one of them has."""
-        watch = Watch(f"peek at rank {owner}", self._link.limits)
+        watch = self._link.watch(f"peek at rank {owner}")
         with self._link.changed:
             roll = self._link.check()
             asked: dict[int, tuple[int, int]] = {}

@@ -457,9 +457,7 @@ def _resume_hosts(report: CaseReport, scenario: Scenario, virtual: bool) -> None
             report.failures += run.failures()
             for host in set(range(report.hosts)) - set(network.alive):
                 network.start_host(host)
-            again = HostsRun(
-                network, calm.scenario, report.method, 0, Path(name, "struck"), **more
-            )
+            again = HostsRun(network, calm.scenario, report.method, 0, Path(name, "struck"), **more)
             again.run()
         report.failures += again.failures()
         result = again.result()
