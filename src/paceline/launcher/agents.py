@@ -22,7 +22,7 @@ from paceline._version import __version__
 from paceline.comm.hosts.line import JsonLine
 from paceline.comm.hosts.probe import ZmqProbe
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
-from paceline.comm.hosts.wire import BEAT_S
+from paceline.comm.hosts.wire import BEAT_S, NO_MESSAGE
 from paceline.comm.limits import Limits
 from paceline.errors import PacelineError
 from paceline.launcher.places import RankHost
@@ -198,7 +198,7 @@ class Agents:
                 return
             if identity not in self._lines:
                 self._lines[identity] = JsonLine(partial(self._send, identity))
-            with suppress(ValueError, KeyError, TypeError):  # not of an agent as we know it
+            with suppress(*NO_MESSAGE):
                 for message in self._lines[identity].take(frames):
                     self._handle(identity, message)
 

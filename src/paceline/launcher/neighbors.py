@@ -15,6 +15,7 @@ from contextlib import suppress
 import zmq
 
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
+from paceline.comm.hosts.wire import NO_MESSAGE
 from paceline.comm.liveness import SLACK_S
 
 _MAX_FRAME = 1 << 10
@@ -70,7 +71,7 @@ class Neighbors:
             self._secret.answer(self.zap)
         while self.listener.poll(0):
             frames = self.listener.recv_multipart()
-            with suppress(ValueError, KeyError, TypeError, RecursionError):  # no agent says that
+            with suppress(*NO_MESSAGE):
                 told = json.loads(frames[-1])["without_launcher"]
                 if told in self._sockets:
                     self._told_s[told] = time.monotonic()

@@ -417,9 +417,10 @@ class RankLink:
         if len(head) < _HEAD.size or head[0] != _VERSION:
             return
         _, flags, src, theirs, own, number, total = _HEAD.unpack_from(head)
-        if own < self.incarnation or self.roll is None or src >= len(self.roll.entries):
+        if self.roll is None or src >= len(self.roll.entries):
             return
-        if theirs < self.roll.incarnation(src):
+        # One incarnation later may be: this rank begins it, or has not yet heard of it.
+        if own - self.incarnation not in (0, 1) or theirs - self.roll.incarnation(src) not in (0, 1):
             return
         peer = self._peer(src, theirs, own)
         if flags & _ACK:

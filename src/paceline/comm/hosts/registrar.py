@@ -128,7 +128,7 @@ class Registrar:
             reply = {"value": self._do(rank, incarnation, order)}
         except LeftOut:
             reply = {"left_behind": True}
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         kept["last"] = number
         kept["replies"][str(number)] = reply

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.registrar import Registrar
-from paceline.comm.hosts.wire import BEAT_S, Listener, Probe, Wire
+from paceline.comm.hosts.wire import BEAT_S, NO_MESSAGE, Listener, Probe, Wire
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes
 from paceline.comm.standing import Standing
@@ -83,8 +83,8 @@ class RegistrarProcess:
             try:
                 message = json.loads(bytes(frames[-1])) if frames else None
                 reply = self._handle(client, message)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue  # not of a member that speaks our language
+            except NO_MESSAGE:
+                continue
             if reply is not None:
                 replies.append((client, reply))
         if replies:

@@ -13,6 +13,15 @@ Bytes = bytes | memoryview
 BEAT_S = 0.25
 """How often the two ends of a connection, and a rank and the registrar, hear of each other."""
 
+NO_MESSAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading a message of JSON can raise if no member of ours has sent it."""
 GONE_S = 1.0
 """A connection that broke and is not back after so long: the process at its other end is gone."""
 
