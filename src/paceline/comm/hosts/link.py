@@ -420,7 +420,10 @@ class RankLink:
         if self.roll is None or src >= len(self.roll.entries):
             return
         # One incarnation later may be: this rank begins it, or has not yet heard of it.
-        if own - self.incarnation not in (0, 1) or theirs - self.roll.incarnation(src) not in (0, 1):
+        if own - self.incarnation not in (0, 1) or theirs - self.roll.incarnation(src) not in (
+            0,
+            1,
+        ):
             return
         peer = self._peer(src, theirs, own)
         if flags & _ACK:

@@ -128,7 +128,7 @@ class RegistrarProcess:
         present = {
             (rank, entry.incarnation): entry
             for rank, entry in enumerate(self._registrar.roll)
-            if entry.host != self._host and entry.standing in here
+            if entry.addresses and entry.host != self._host and entry.standing in here
         }
         for key in self._probes.keys() - present:
             self._probes.pop(key).close()

@@ -50,8 +50,7 @@ class HostsPorts(Ports):
         workers: int | None = None,
     ) -> None:
         self.link = RankLink(registrar, host, rank, wire, limits, late)
-        serves = workers is not None and rank >= workers
-        self._windows = HostsWindows(self.link, serves, elastic)
+        self._windows = HostsWindows(self.link, size if workers is None else workers, elastic)
         mail = HostsMail(self.link, self._windows)
         self._collectives = HostsCollectives(self.link)
         # From here on messages are heard: all who take them are there.

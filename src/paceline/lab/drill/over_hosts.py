@@ -25,6 +25,8 @@ WORKERS_PER_HOST = 2
 PORT = 7000
 BEGIN_S, END_S = 120.0, 240.0
 """How long a run may take to begin, and how long to end."""
+AFTER_S = 8.0
+"""How long an asynchronous run goes on after the last strike has ended."""
 LOST_LAUNCHER = 3
 """The exit code of an agent that has lost the launcher."""
 _ENDS = ("kill_processes", "power_off")
@@ -112,6 +114,7 @@ class HostsRun:
             arguments={
                 "epochs": scenario.epochs,
                 "incarnations": dict.fromkeys(map(str, self._returning()), 2),
+                "least_s": self._least_s(),
                 "began": str(self._began),
             },
             **self._options,
@@ -140,6 +143,13 @@ class HostsRun:
         back = self.scenario.expect.joined and not self._method.synchronous
         follows = any(s.what == "kill_server" for s in self.scenario.strikes)
         return [rank for rank in self.victims if (back if rank < self.workers else follows)]
+
+    def _least_s(self) -> float:
+        """How long an asynchronous method trains, so that it sees the strikes and their ends."""
+        ends = [strike.after_s + (strike.for_s or 0.0) for strike in self.scenario.strikes]
+        if self._method.synchronous or not ends:
+            return 0.0  # workers of a synchronous method end after the same number of epochs
+        return max(ends) + AFTER_S
 
     def _await_steps(self) -> None:
         until_s = time.monotonic() + BEGIN_S

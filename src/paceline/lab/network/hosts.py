@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -211,7 +212,8 @@ class HostNetwork:
         if self._switch is not None:
             self._tell_switch(f"leave {host}")
         self._end(ended)
-        self._ip(self._hub_pid, f"link delete port{host}")
+        with suppress(UsageError):  # the kernel removes it with the host, at once or later
+            self._ip(self._hub_pid, f"link delete port{host}")
 
     @staticmethod
     def _end(host: _Host) -> None:
