@@ -8,19 +8,28 @@ processes can be killed at once, without a goodbye. Needs root and Ray (``paceli
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from namespaces import SlowNetwork
 
+from paceline import Worker
+from paceline.lab.drill.impact import measure_impact
+from paceline.lab.tasks import fashion
+
+NODES, CPUS = 3, 4
 BITS_PER_S = 1e9
 PORT = 6379
 STORE_BYTES = 80_000_000
@@ -66,7 +75,7 @@ class RayCluster:
         """Where drivers and nodes find the cluster."""
         return f"{self._network.address(0)}:{PORT}"
 
-    def inside(self, node: int, *command: str, **how: object) -> subprocess.Popen[str]:
+    def inside(self, node: int, *command: str, **how: Any) -> subprocess.Popen[str]:
         """Start a command on the network of a node, with pipes for what it prints."""
         environment = {**os.environ, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
         return subprocess.Popen(
@@ -75,7 +84,7 @@ class RayCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            **how,  # type: ignore[call-overload]
+            **how,
         )
 
     def start(self, node: int) -> None:
@@ -111,11 +120,64 @@ class RayCluster:
         process.stdout.close()
 
 
-def events(out: Path) -> list[dict[str, object]]:
-    """What the launcher has recorded so far."""
-    path = out / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def train(worker: Worker, **arguments: Any) -> None:
+    """The built-in task; it logs what the clock of all namespaces shows, beside the run's own."""
+    worker.log(monotonic_s=time.monotonic())
+    fashion.train(worker, **arguments)
+
+
+def measure(strategy: str, workers: int, steps: int) -> dict[str, Any]:
+    """Kill the last of three nodes after the first epoch of a run; return what happened."""
+    with RayCluster(NODES, CPUS) as cluster, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        line = [*("run", __file__, "--on", "ray", "-w", str(workers), "-s", strategy)]
+        line += ["--max-restarts", str(workers), "--steps", str(steps), "--out", str(out)]
+        paceline = str(Path(sys.executable).with_name("paceline"))
+        run = cluster.inside(0, paceline, *line)
+        while not any("accuracy" in record for record in _records(out / "metrics.jsonl")):
+            if run.poll() is not None:
+                break
+            time.sleep(0.05)
+        killed_s = time.monotonic()
+        cluster.kill(NODES - 1)
+        printed, _ = run.communicate()
+        if run.returncode:
+            raise RuntimeError(
+                f"{shlex.join(line)} ended with exit code {run.returncode}: {printed}"
+            )
+        return {"strategy": strategy, "workers": workers, "exit": run.returncode} | _figures(
+            out, killed_s
+        )
+
+
+def _figures(out: Path, killed_s: float) -> dict[str, Any]:
+    result = json.loads((out / "result.json").read_text())
+    events = result["events"]
+    first = next(r for r in _records(out / "metrics.jsonl") if "monotonic_s" in r)
+    fault_s = killed_s - (first["monotonic_s"] - first["t"])
+    lost = sorted({event["rank"] for event in events if event["event"] == "lost"})
+    harm = [{"event": "stopped", "rank": rank, "t": fault_s} for rank in lost]
+    impact = measure_impact(out, [*harm, *events], lost)
+    back = [e["t"] - fault_s for e in events if e["event"] in ("joined", "succeeded")]
+    return {
+        "lost": lost,
+        "noticed_s": impact.notice_s,
+        "restarted_s": [e["t"] - fault_s for e in events if e["event"] == "restarted"],
+        "back_s": back,
+        "gap_s": impact.gap_s,
+        "accuracy": result["final"]["accuracy"],
+    }
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of records."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 if __name__ == "__main__":
-    pass
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500, help="of each worker")
+    steps = parser.parse_args().steps
+    for strategy, workers in (("gossip", 6), ("downpour", 5)):
+        print(json.dumps(measure(strategy, workers, steps)), flush=True)
