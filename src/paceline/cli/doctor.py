@@ -126,6 +126,15 @@ def average(ports: Any, channel: Any, argument: Any) -> float:
     return float(x.mean())
 
 
+def _namespaces() -> str:
+    from paceline.lab.network.hosts import why_no_hosts
+
+    reason = why_no_hosts()
+    if reason is not None:
+        raise OptionalMissing(f"{reason} (drills and benchmarks of many hosts need them)")
+    return "several hosts can be made on this machine"
+
+
 def _simulator() -> str:
     from paceline.launcher.simulate import simulate
 
@@ -168,6 +177,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "shared memory": _ranks("shared_memory"),
     "gloo": _ranks("distributed"),
     "many hosts": _ranks("hosts"),
+    "namespaces": _namespaces,
     "simulator": _simulator,
     "bundled data": _data,
     "whole data": _full_data,
