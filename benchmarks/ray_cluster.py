@@ -2,8 +2,8 @@
 
     python benchmarks/ray_cluster.py
 
-Each Ray node is a host of its own: a network namespace and a process namespace, so that all of its
-processes can be killed at once, without a goodbye. Needs root and Ray (``paceline[ray]``).
+Each Ray node is a host of its own, made of namespaces, so that all of its processes can be killed
+at once, without a goodbye. Needs Ray (``paceline[ray]``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,21 +22,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from namespaces import SlowNetwork
-
 from paceline import Worker
 from paceline.lab.drill.impact import measure_impact
+from paceline.lab.network.hosts import HostNetwork
 from paceline.lab.tasks import fashion
 
 NODES, CPUS = 3, 4
-BITS_PER_S = 1e9
 PORT = 6379
 STORE_BYTES = 80_000_000
 """Ray wants an object store of about this size; Paceline does not use it."""
 
 
 class RayCluster:
-    """Ray nodes in namespaces, as a context manager.
+    """Ray nodes on hosts of their own, as a context manager.
 
     Args:
         nodes: how many there are; the first is the head.
@@ -46,19 +43,18 @@ class RayCluster:
 
     def __init__(self, nodes: int, cpus: int) -> None:
         self.nodes, self.cpus = nodes, cpus
-        self._network = SlowNetwork(nodes, BITS_PER_S)
-        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._network = HostNetwork(nodes)
         self._exits = ExitStack()
 
     def __enter__(self) -> RayCluster:
         with ExitStack() as exits:
-            exits.enter_context(self._network)
             # Ray's sockets lie below, and their paths must be short.
-            self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-            exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            exits.callback(lambda: [self.kill(node) for node in [*self._running]])
-            for node in range(self.nodes):
-                self.start(node)
+            self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+            exits.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            exits.enter_context(self._network)
+            self._start_ray(0)
+            for node in range(1, self.nodes):
+                self._start_ray(node)
             self._exits = exits.pop_all()
         return self
 
@@ -70,54 +66,42 @@ class RayCluster:
     ) -> None:
         self._exits.close()
 
-    @property
-    def address(self) -> str:
-        """Where drivers and nodes find the cluster."""
-        return f"{self._network.address(0)}:{PORT}"
+    def popen(self, node: int, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a driver on a node, with a pipe for all that it prints."""
+        address = f"{self._network.address(0)}:{PORT}"
+        environment = {**os.environ, "RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment.pop("PYTHONPATH", None)
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return self._network.popen(node, command, env=environment, **how, **options)
 
-    def inside(self, node: int, *command: str, **how: Any) -> subprocess.Popen[str]:
-        """Start a command on the network of a node, with pipes for what it prints."""
-        environment = {**os.environ, "RAY_ADDRESS": self.address, "RAY_USAGE_STATS_ENABLED": "0"}
-        return subprocess.Popen(
-            ["nsenter", f"--net={self._network.path(node)}", "--", *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **how,
-        )
-
-    def start(self, node: int) -> None:
-        """Start a node, and wait until it is one of the cluster."""
-        which = ("--address", self.address)
+    def _start_ray(self, node: int) -> None:
+        """Start Ray on a host, and wait until it is a node of the cluster."""
+        own = self._network.address(node)
+        line = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
+        line += [f"--node-ip-address={own}", f"--num-cpus={self.cpus}", "--disable-usage-stats"]
+        line += [f"--object-store-memory={STORE_BYTES}"]
         if node == 0:
-            which = ("--head", f"--port={PORT}", f"--temp-dir={self.folder}")
-            which += ("--include-dashboard=false",)
-        process = self.inside(
-            node,
-            *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
-            *(str(Path(sys.executable).with_name("ray")), "start", "--block"),
-            *(f"--node-ip-address={self._network.address(node)}", f"--num-cpus={self.cpus}"),
-            *(f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", *which),
-        )
-        self._running[node] = process
+            line += ["--head", f"--port={PORT}", f"--temp-dir={self._folder}"]
+            line += ["--include-dashboard=false"]
+        else:
+            line += [f"--address={self._network.address(0)}:{PORT}"]
+        process = self.popen(node, *line)
         assert process.stdout is not None
         said = ""
         while "Ray runtime started" not in said:
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"node {node} of Ray did not start: {said}")
-            said += line
+            text = process.stdout.readline()
+            if not text:
+                raise RuntimeError(f"Ray did not start on node {node}: {said}")
+            said += text
 
     def kill(self, node: int) -> None:
-        """Kill all processes of a node at once."""
-        process = self._running.pop(node)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for child in children:  # the first process of a namespace takes all others with it
-            os.kill(int(child), signal.SIGKILL)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        """Kill all processes of a node at once, without a goodbye."""
+        self._network.kill_host(node)
+
+    def add(self, node: int) -> None:
+        """Start a node anew that was killed."""
+        self._network.start_host(node)
+        self._start_ray(node)
 
 
 def train(worker: Worker, **arguments: Any) -> None:
@@ -133,7 +117,7 @@ def measure(strategy: str, workers: int, steps: int) -> dict[str, Any]:
         line = [*("run", __file__, "--on", "ray", "-w", str(workers), "-s", strategy)]
         line += ["--max-restarts", str(workers), "--steps", str(steps), "--out", str(out)]
         paceline = str(Path(sys.executable).with_name("paceline"))
-        run = cluster.inside(0, paceline, *line)
+        run = cluster.popen(0, paceline, *line)
         while not any("accuracy" in record for record in _records(out / "metrics.jsonl")):
             if run.poll() is not None:
                 break
@@ -165,7 +149,7 @@ def _figures(out: Path, killed_s: float) -> dict[str, Any]:
         "restarted_s": [e["t"] - fault_s for e in events if e["event"] == "restarted"],
         "back_s": back,
         "gap_s": impact.gap_s,
-        "accuracy": result["final"]["accuracy"],
+        "accuracy": [r["accuracy"] for r in _records(out / "metrics.jsonl") if "accuracy" in r][-1],
     }
 
 

@@ -249,7 +249,7 @@ class Supervisor:
         self._to_start: list[Rank] = []
         self._without_host: list[Rank] = []
         self._agents: Agents | None = None
-        self._known_hosts = 0
+        self._first_hosts = 0
         self._planned: dict[int, RankHost] = {}
         self._helpers: list[Helper] = []
         if common["device"] is not None:
@@ -264,7 +264,7 @@ class Supervisor:
         agents.await_hosts(hosts.count - 1, hosts.how_to_join)
         self._agents, self._here.slots = agents, hosts.slots_here
         places = self._places()
-        self._known_hosts = len(agents.hosts)
+        self._first_hosts = len(agents.hosts)
         for rank, index in zip(
             self.ranks, split(len(self.ranks), self._policy.workers, len(places)), strict=True
         ):
@@ -332,16 +332,17 @@ class Supervisor:
         return rank in self._to_start or rank in self._without_host
 
     def _use_new_hosts(self) -> None:
-        """Start lost workers again on hosts that have joined, as many as these take."""
-        if self._agents is None or len(self._agents.hosts) == self._known_hosts:
-            return
-        joined = self._agents.hosts[self._known_hosts :]
-        self._known_hosts += len(joined)
-        lost = self._lost_workers() if self._policy.accepts_joiners else []
-        if all(host.slots is not None for host in joined):
-            waiting = len(self._to_start) + len(self._without_host)
-            lost = lost[: max(0, sum(host.slots or 0 for host in joined) - waiting)]
-        self._to_start += lost
+        """Start lost workers again, as many as hosts take that have joined in mid-run."""
+        self._to_start += self._lost_workers()[: self._offered()]
+
+    def _offered(self) -> int:
+        """How many more workers the hosts take that have joined in mid-run."""
+        if self._agents is None or not self._policy.accepts_joiners:
+            return 0
+        joined = [h for h in self._agents.hosts[self._first_hosts :] if not h.is_silent]
+        room = sum(self._common["together"] if h.slots is None else h.slots for h in joined)
+        there = sum(rank.running and rank.place in joined for rank in self.ranks)
+        return max(0, room - there - len(self._to_start) - len(self._without_host))
 
     def _find_hosts(self) -> None:
         """Start the ranks that wait for a host, if there is one now; ask for hosts if not."""
@@ -496,10 +497,11 @@ class Supervisor:
 
         One whose host is lost may not, if it can be started again on another.
         """
-        host_lost = rank.place is not None and rank.place.is_silent
-        if host_lost and self._policy.can_restart(rank.number):
-            return False
-        return rank.entered and self._policy.goes_on and self._policy.may_rejoin(rank.number)
+        may_rejoin = self._policy.goes_on and self._policy.may_rejoin(rank.number)
+        if rank.place is not None and rank.place.is_silent:
+            restart = self._policy.can_restart(rank.number) or (may_rejoin and self._offered() > 0)
+            return may_rejoin and not restart and rank.entered
+        return may_rejoin and rank.entered
 
     def _end_if_stopped(self, rank: Rank) -> None:
         if reason := rank.why_stopped():
