@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import runs, warm
+from support.namespaces import wait_until
 from support.worlds import on_hosts
 
 import paceline as pl
@@ -30,7 +32,7 @@ from support import runs
 def train(worker):
     if worker.rank == {broken}:
         raise KeyError("no such thing")
-    runs.train_through_losses(worker)
+    runs.train_through_losses(worker, until_incarnation={until_incarnation}, victim=3)
 """
 
 
@@ -61,12 +63,12 @@ def hosts(tmp_path):
     return folders, f"127.0.0.1:{runs.free_port()}"
 
 
-def run_on(hosts, *more, broken=-1):
-    """Run the page's commands; return how both ended, and what they printed."""
+def start_both(hosts, *more, broken=-1, until_incarnation=0):
+    """Start the page's commands: the launcher, and an agent."""
     folders, address = hosts
-    script = TRAIN.format(path=sys.path, broken=broken)
+    facts = {"broken": broken, "until_incarnation": until_incarnation}
     for folder in folders:
-        (folder / "train.py").write_text(script)
+        (folder / "train.py").write_text(TRAIN.format(path=sys.path, **facts))
     first, second = page_commands()
     launcher = start(shlex.join([*shlex.split(first), *more]), folders[0], address)
     token = folders[0] / "run.token"
@@ -75,9 +77,33 @@ def run_on(hosts, *more, broken=-1):
     assert token.stat().st_mode & 0o777 == 0o600
     (folders[1] / "run.token").touch(mode=0o600)
     (folders[1] / "run.token").write_text(token.read_text())
-    agent = start(second, folders[1], address)
-    printed = [process.communicate(timeout=90)[0] for process in (launcher, agent)]
-    return (launcher.returncode, agent.returncode), printed
+    return launcher, start(second, folders[1], address)
+
+
+def run_on(hosts, *more, broken=-1):
+    """Run the page's commands; return how both ended, and what they printed."""
+    both = start_both(hosts, *more, broken=broken)
+    printed = [process.communicate(timeout=90)[0] for process in both]
+    return tuple(process.returncode for process in both), printed
+
+
+def lose_second_host(hosts, *more):
+    """Start a run that goes on until rank 3 is back; kill its host. Returns the launcher."""
+    launcher, agent = start_both(hosts, *more, until_incarnation=2)
+    metrics = hosts[0][0] / "runs" / "many" / "metrics.jsonl"
+    wait_until(lambda: launcher.poll() is not None or '"rank": 3' in read(metrics))
+    agent.kill()  # its ranks end with it
+    agent.communicate()
+    return launcher
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def happened(hosts, event):
+    result = json.loads((hosts[0][0] / "runs" / "many" / "result.json").read_text())
+    return sorted(each["rank"] for each in result["events"] if each["event"] == event)
 
 
 def test_the_commands_of_the_page_train_together(hosts):
@@ -172,6 +198,23 @@ def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
     assert (launcher.returncode, agents[1].wait()) == (0, 0)
 
 
+def test_workers_of_a_lost_host_are_started_again_on_another(hosts):
+    launcher = lose_second_host(hosts, "--max-restarts", "2")
+    printed, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, printed
+    assert happened(hosts, "lost") == happened(hosts, "restarted") == [2, 3]
+    assert 3 in happened(hosts, "joined")
+
+
+def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
+    launcher = lose_second_host(hosts)
+    agent = start(page_commands()[1], hosts[0][1], hosts[1])
+    printed = [process.communicate(timeout=90)[0] for process in (launcher, agent)]
+    assert (launcher.returncode, agent.returncode) == (0, 0), printed
+    assert happened(hosts, "lost") == happened(hosts, "restarted") == [2, 3]
+    assert 3 in happened(hosts, "joined")
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 
@@ -180,7 +223,14 @@ def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
     [
         ({"hosts": 2, "transport": "hosts"}, r"hosts \(2\) needs listen"),
         ({"hosts": 0, "transport": "hosts"}, r"hosts \(0\) must be at least 1"),
-        ({"hosts": 2, "listen": "10.0.0.1:7000"}, r"transport \(shared_memory\) must be hosts"),
+        (
+            {"hosts": 2, "listen": "10.0.0.1:7000", "transport": "shared_memory"},
+            r"transport \(shared_memory\) must be hosts",
+        ),
+        ({"on": "slurm"}, r"on \(slurm\) must be one of ray"),
+        ({"on": "ray", "transport": "distributed"}, r"transport \(distributed\) must be hosts"),
+        ({"on": "ray", "hosts": 2}, r"hosts \(2\) must not be given with on \(ray\)"),
+        ({"on": "ray", "listen": "10.0.0.1:7000"}, r"listen \(10.0.0.1:7000\) must not be given"),
         (
             {"listen": "7000", "transport": "hosts"},
             r"listen \(7000\) must be an address and a port",
@@ -191,6 +241,12 @@ def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
 def test_options_that_do_not_fit_are_refused(how, message):
     with pytest.raises(pl.UsageError, match=message):
         pl.launch(runs.train, workers=2, **how)
+
+
+def test_without_ray_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(pl.UsageError, match=r'on \(ray\) needs Ray: pip install "paceline\[ray\]"'):
+        pl.launch(runs.train, workers=2, on="ray")
 
 
 def test_an_address_of_another_host_and_a_port_that_is_taken_are_refused(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from paceline.cli.options import (
 from paceline.cli.screen import show_result
 from paceline.cli.task import choose_out, find_task
 from paceline.cli.train import Job, join_hosts, join_run, replay_run
-from paceline.common.options import at_least
+from paceline.common.options import at_least, one_of
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
 from paceline.launcher.capacity import check_virtual_workers
@@ -96,6 +96,9 @@ def run(
     transport: TransportName = None,
     device: Device = "cpu",
     no_trace: NoTrace = False,
+    on: Annotated[
+        str | None, Option("--on", help="ray: have the workers on the nodes of a Ray cluster.")
+    ] = None,
     hosts: Annotated[
         int, Option("--hosts", help="How many hosts; each of the others joins with --join.")
     ] = 1,
@@ -129,8 +132,10 @@ def run(
         return
     job, screen = _job(training, strategy, saving, no_trace), training.screen()
     policy = {**injected.policy(), **saving.policy()}
-    if hosts != 1 or listen is not None:
-        policy |= {"hosts": hosts, "listen": listen, "token_file": token_file}
+    if on is not None:
+        one_of("on", on, ("ray",))
+    if on is not None or hosts != 1 or listen is not None:
+        policy |= {"on": on, "hosts": hosts, "listen": listen, "token_file": token_file}
         transport = transport or "hosts"
     result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:

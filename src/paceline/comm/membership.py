@@ -65,14 +65,17 @@ class MembershipPolicy:
         """
         return rank < self.workers and not self._synchronous
 
-    def restarts(self, rank: int) -> bool:
-        """Decide whether to restart ``rank``, which has died, and count the restart."""
+    def can_restart(self, rank: int) -> bool:
+        """Whether ``rank`` would be restarted if it died now."""
         if not self.goes_on:
             return False
         if rank < self.workers:
             used = sum(count for worker, count in self._restarted.items() if worker < self.workers)
-            allowed = used < self.max_restarts
-        else:
-            allowed = self._restarted[rank] < MOST_SUCCESSORS
+            return used < self.max_restarts
+        return self._restarted[rank] < MOST_SUCCESSORS
+
+    def restarts(self, rank: int) -> bool:
+        """Decide whether to restart ``rank``, which has died, and count the restart."""
+        allowed = self.can_restart(rank)
         self._restarted[rank] += allowed
         return allowed

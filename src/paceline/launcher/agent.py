@@ -36,10 +36,20 @@ GIVE_UP_S = 60.0
 """How long an agent that most hosts do not confirm waits for a launcher that it has lost."""
 
 
-def join(host: str, port: int, token: bytes, train: Reference) -> int:
-    """Start ranks of ``train`` for the launcher that listens there; return the run's exit code."""
+def join(
+    host: str, port: int, token: bytes, train: Reference | None, about: Message | None = None
+) -> int:
+    """Start ranks for the launcher that listens there; return the exit code of the run.
+
+    Args:
+        host, port: where it listens.
+        token: of the run.
+        train: what the ranks train; None if it is where the launcher has it.
+        about: more that the launcher is told of this host: its ``slots``, and what else it needs.
+    """
     with ForkServer.borrow() as fork_server:
-        agent = Agent(fork_server, host, port, token, train, Limits())
+        fork_server.await_ready(Limits())  # a host that has joined can start ranks at once
+        agent = Agent(fork_server, host, port, token, train, about or {}, Limits())
         try:
             return agent.run()
         finally:
@@ -55,10 +65,12 @@ class Agent:
         host: str,
         port: int,
         token: bytes,
-        train: Reference,
+        train: Reference | None,
+        about: Message,
         limits: Limits,
     ) -> None:
         self._launcher, self._train, self._limits = f"{host}:{port}", train, limits
+        self._about = {"slots": None, **about}
         own = own_address(host, port)
         self._secret = Secret(token, not ManyHosts(1, host, port, None).is_loopback)
         self._address, self._name = own, this_host()
@@ -96,7 +108,7 @@ class Agent:
 
     def run(self) -> int:
         """Work until the run is over."""
-        hello = {"hello": __version__, "address": self._address, "train": self._train}
+        hello = {"hello": __version__, "address": self._address, **self._about}
         self._line.put({**hello, "neighbor": self._neighbors.address})
         looked_s = 0.0
         while self._over is None:
@@ -155,7 +167,7 @@ class Agent:
             "threads": threads_per_rank(config["together"]),
         }
         argument = config["argument"]
-        if "train" in argument:
+        if self._train is not None and "train" in argument:
             argument["train"] = self._train
         if argument.get("out") is not None:
             os.makedirs(argument["out"], exist_ok=True)

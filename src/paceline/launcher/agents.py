@@ -48,6 +48,7 @@ class OtherHost(RankHost):
     def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: ZmqProbe) -> None:
         self._agents, self.line, self.hello, self._probe = agents, line, hello, probe
         self.name: str = hello["address"]
+        self.slots: int | None = hello["slots"]
         self._said: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
@@ -171,6 +172,9 @@ class Agents:
                 error.exit_code = 3
                 raise error
             time.sleep(BEAT_S / 5)
+
+    def want(self, count: int) -> None:
+        """Hear that so many ranks wait for a host; here, somebody has to make one join."""
 
     def _run(self) -> None:
         poller, looked_s = zmq.Poller(), 0.0

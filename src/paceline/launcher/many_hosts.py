@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
 from paceline.errors import UsageError
@@ -31,12 +31,16 @@ class ManyHosts:
         address: of this host.
         port: at which agents of the other hosts join.
         token_file: holds the run's token; it is made if it does not exist.
+
+    Attributes:
+        slots_here: how many ranks may be on this host; None for any number.
     """
 
     count: int
     address: str
     port: int
     token_file: Path | None
+    slots_here: ClassVar[int | None] = None
 
     @classmethod
     def of(cls, count: int, listen: str | None, token_file: Path | None) -> ManyHosts | None:

@@ -161,39 +161,69 @@ class LaunchSpec(Started, OnDevice):
     """A run in processes on this host; ``train`` must be at the top level of a module or script.
 
     Args:
-        transport: ``shared_memory``, ``distributed`` for gloo and nccl, or ``hosts``.
+        transport: ``shared_memory``, ``distributed`` for gloo and nccl, or ``hosts``; by default
+            shared memory on one host, and ``hosts`` on many.
+        on: ``ray`` to have the ranks on the nodes of a Ray cluster.
         hosts: how many hosts there are; the others join with ``paceline run --join``.
         listen: the address and the port of this host at which the others join.
         token_file: a file that holds the run's token; it is made if it does not exist.
     """
 
     workers: int = 2
-    transport: str = "shared_memory"
+    transport: str | None = None
+    on: str | None = None
     hosts: int = 1
     listen: str | None = None
     token_file: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_real_workers(self.workers, self.method)
-        self.device_of(0)
-        one_of("transport", self.transport, TRANSPORTS)
-        if self.many_hosts is not None and not TRANSPORTS[self.transport].spans_hosts:
-            raise UsageError(f"transport ({self.transport}) must be hosts for a run on many hosts")
+        if self.on is None:  # what Ray has is Ray's to say
+            check_real_workers(self.workers, self.method)
+            self.device_of(0)
+        one_of("transport", self.world, TRANSPORTS)
+        self._check_hosts()
         self._check_losses()
         self.check_faults(self.faults, Cluster())
         plain_json("arguments", dict(self.arguments or {}))
 
+    @property
+    def world(self) -> str:
+        """The transport, as it was chosen or by default."""
+        many = self.on is not None or self.hosts != 1 or self.listen is not None
+        return self.transport or ("hosts" if many else "shared_memory")
+
     @functools.cached_property
     def many_hosts(self) -> ManyHosts | None:
-        """Where the launcher listens for other hosts; None for a run on this host alone."""
+        """Where the launcher listens for other hosts; None for a run on this host alone.
+
+        Connects to Ray, if the run is on Ray.
+        """
+        if self.on is not None:
+            from paceline.launcher.on_ray import connect
+
+            return connect(self.size, 1 if self.device.startswith("cuda") else 0)
         file = None if self.token_file is None else Path(self.token_file)
         return ManyHosts.of(self.hosts, self.listen, file)
+
+    def _check_hosts(self) -> None:
+        """Refuse options of many hosts that do not fit together."""
+        if self.on is not None:
+            one_of("on", self.on, ("ray",))
+            for name in ("listen", "token_file"):
+                if (value := getattr(self, name)) is not None:
+                    raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
+            if self.hosts != 1:
+                raise UsageError(f"hosts ({self.hosts}) must not be given with on ({self.on})")
+        elif self.many_hosts is None:
+            return
+        if not TRANSPORTS[self.world].spans_hosts:
+            raise UsageError(f"transport ({self.world}) must be hosts for a run on many hosts")
 
     @property
     def shared_device(self) -> str | None:
         """The GPU that all ranks share, if they share one: they communicate through its memory."""
-        if self.transport != "shared_memory" or not self.device.startswith("cuda"):
+        if self.world != "shared_memory" or not self.device.startswith("cuda"):
             return None
         devices = {self.device_of(rank) for rank in range(self.size)}
         return devices.pop() if len(devices) == 1 else None
@@ -201,9 +231,9 @@ class LaunchSpec(Started, OnDevice):
     def _check_losses(self) -> None:
         """Refuse restarts and faults that this transport does not support, and faults of links."""
         wanted = self.policy().max_restarts or self.on_loss == "continue" or self.faults
-        if wanted and not TRANSPORTS[self.transport].survives_losses:
+        if wanted and not TRANSPORTS[self.world].survives_losses:
             raise UsageError(
-                f"transport ({self.transport}) must be shared_memory to continue without a lost"
+                f"transport ({self.world}) must be shared_memory to continue without a lost"
                 " rank, to restart one, or to inject faults"
             )
         for fault in self.faults:
@@ -212,8 +242,8 @@ class LaunchSpec(Started, OnDevice):
 
     def checkpoints(self) -> CheckpointCoordinator:
         coordinator = super().checkpoints()
-        if coordinator.on and not TRANSPORTS[self.transport].makes_checkpoints:
-            raise UsageError(f"transport ({self.transport}) must be shared_memory for checkpoints")
+        if coordinator.on and not TRANSPORTS[self.world].makes_checkpoints:
+            raise UsageError(f"transport ({self.world}) must be shared_memory for checkpoints")
         return coordinator
 
 

@@ -1,0 +1,167 @@
+"""Lose a node of a Ray cluster in the middle of a run: what is noticed when, and what it costs.
+
+    python benchmarks/ray_cluster.py
+
+Each Ray node is a host of its own, made of namespaces, so that all of its processes can be killed
+at once, without a goodbye. Needs Ray (``paceline[ray]``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline import Worker
+from paceline.lab.drill.impact import measure_impact
+from paceline.lab.network.hosts import HostNetwork
+from paceline.lab.tasks import fashion
+
+NODES, CPUS = 3, 4
+PORT = 6379
+STORE_BYTES = 80_000_000
+"""Ray wants an object store of about this size; Paceline does not use it."""
+
+
+class RayCluster:
+    """Ray nodes on hosts of their own, as a context manager.
+
+    Args:
+        nodes: how many there are; the first is the head.
+        cpus: how many CPUs Ray believes each has.
+    """
+
+    def __init__(self, nodes: int, cpus: int) -> None:
+        self.nodes, self.cpus = nodes, cpus
+        self._network = HostNetwork(nodes)
+        self._exits = ExitStack()
+
+    def __enter__(self) -> RayCluster:
+        with ExitStack() as exits:
+            # Ray's sockets lie below, and their paths must be short.
+            self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+            exits.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            exits.enter_context(self._network)
+            self._start_ray(0)
+            for node in range(1, self.nodes):
+                self._start_ray(node)
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    def popen(self, node: int, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a driver on a node, with a pipe for all that it prints."""
+        address = f"{self._network.address(0)}:{PORT}"
+        environment = {**os.environ, "RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment.pop("PYTHONPATH", None)
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return self._network.popen(node, command, env=environment, **how, **options)
+
+    def _start_ray(self, node: int) -> None:
+        """Start Ray on a host, and wait until it is a node of the cluster."""
+        own = self._network.address(node)
+        line = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
+        line += [f"--node-ip-address={own}", f"--num-cpus={self.cpus}", "--disable-usage-stats"]
+        line += [f"--object-store-memory={STORE_BYTES}"]
+        if node == 0:
+            line += ["--head", f"--port={PORT}", f"--temp-dir={self._folder}"]
+            line += ["--include-dashboard=false"]
+        else:
+            line += [f"--address={self._network.address(0)}:{PORT}"]
+        process = self.popen(node, *line)
+        assert process.stdout is not None
+        said = ""
+        while "Ray runtime started" not in said:
+            text = process.stdout.readline()
+            if not text:
+                raise RuntimeError(f"Ray did not start on node {node}: {said}")
+            said += text
+
+    def kill(self, node: int) -> None:
+        """Kill all processes of a node at once, without a goodbye."""
+        self._network.kill_host(node)
+
+    def add(self, node: int) -> None:
+        """Start a node anew that was killed."""
+        self._network.start_host(node)
+        self._start_ray(node)
+
+
+def train(worker: Worker, **arguments: Any) -> None:
+    """The built-in task; it logs what the clock of all namespaces shows, beside the run's own."""
+    worker.log(monotonic_s=time.monotonic())
+    fashion.train(worker, **arguments)
+
+
+def measure(strategy: str, workers: int, steps: int) -> dict[str, Any]:
+    """Kill the last of three nodes after the first epoch of a run; return what happened."""
+    with RayCluster(NODES, CPUS) as cluster, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        line = [*("run", __file__, "--on", "ray", "-w", str(workers), "-s", strategy)]
+        line += ["--max-restarts", str(workers), "--steps", str(steps), "--out", str(out)]
+        paceline = str(Path(sys.executable).with_name("paceline"))
+        run = cluster.popen(0, paceline, *line)
+        while not any("accuracy" in record for record in _records(out / "metrics.jsonl")):
+            if run.poll() is not None:
+                break
+            time.sleep(0.05)
+        killed_s = time.monotonic()
+        cluster.kill(NODES - 1)
+        printed, _ = run.communicate()
+        if run.returncode:
+            raise RuntimeError(
+                f"{shlex.join(line)} ended with exit code {run.returncode}: {printed}"
+            )
+        return {"strategy": strategy, "workers": workers, "exit": run.returncode} | _figures(
+            out, killed_s
+        )
+
+
+def _figures(out: Path, killed_s: float) -> dict[str, Any]:
+    result = json.loads((out / "result.json").read_text())
+    events = result["events"]
+    first = next(r for r in _records(out / "metrics.jsonl") if "monotonic_s" in r)
+    fault_s = killed_s - (first["monotonic_s"] - first["t"])
+    lost = sorted({event["rank"] for event in events if event["event"] == "lost"})
+    harm = [{"event": "stopped", "rank": rank, "t": fault_s} for rank in lost]
+    impact = measure_impact(out, [*harm, *events], lost)
+    back = [e["t"] - fault_s for e in events if e["event"] in ("joined", "succeeded")]
+    return {
+        "lost": lost,
+        "noticed_s": impact.notice_s,
+        "restarted_s": [e["t"] - fault_s for e in events if e["event"] == "restarted"],
+        "back_s": back,
+        "gap_s": impact.gap_s,
+        "accuracy": [r["accuracy"] for r in _records(out / "metrics.jsonl") if "accuracy" in r][-1],
+    }
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of records."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500, help="of each worker")
+    steps = parser.parse_args().steps
+    for strategy, workers in (("gossip", 6), ("downpour", 5)):
+        print(json.dumps(measure(strategy, workers, steps)), flush=True)
