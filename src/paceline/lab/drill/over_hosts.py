@@ -41,6 +41,7 @@ class HostsRun:
         method: the method to train with.
         seed: of the run.
         folder: where all of its files are.
+        least_s: how long an asynchronous method trains; by default, until it has seen all strikes.
         more: more options of ``launch``.
 
     Attributes:
@@ -59,6 +60,7 @@ class HostsRun:
         method: str,
         seed: int,
         folder: Path,
+        least_s: float | None = None,
         **more: Any,
     ) -> None:
         self._network, self.scenario, self._method = network, scenario, make_strategy(method)
@@ -74,14 +76,15 @@ class HostsRun:
         self.struck_s: float | None = None
         self._token, self._began = folder / "token", folder / "began"
         self._began.unlink(missing_ok=True)
+        self._least_s = self._until_strikes_end() if least_s is None else least_s
         self._options = {"strategy": method, "seed": seed, **more}
 
     def run(self) -> None:
         """Start the run, strike it, and wait for its end."""
         late = [self._index(s.host) for s in self.scenario.strikes if s.what == "join"]
         self.start([host for host in range(self._network.size) if host not in late])
-        self._await_steps()
-        due = [(strike.after_s, self._strike, strike) for strike in self.scenario.strikes]
+        self.await_steps()
+        due = [(strike.after_s, self.strike, strike) for strike in self.scenario.strikes]
         for strike in self.scenario.strikes:
             if strike.for_s is not None:
                 due.append((strike.after_s + strike.for_s, self._undo, strike))
@@ -114,7 +117,7 @@ class HostsRun:
             arguments={
                 "epochs": scenario.epochs,
                 "incarnations": dict.fromkeys(map(str, self._returning()), 2),
-                "least_s": self._least_s(),
+                "least_s": self._least_s,
                 "began": str(self._began),
             },
             **self._options,
@@ -144,14 +147,15 @@ class HostsRun:
         follows = any(s.what == "kill_server" for s in self.scenario.strikes)
         return [rank for rank in self.victims if (back if rank < self.workers else follows)]
 
-    def _least_s(self) -> float:
+    def _until_strikes_end(self) -> float:
         """How long an asynchronous method trains, so that it sees the strikes and their ends."""
         ends = [strike.after_s + (strike.for_s or 0.0) for strike in self.scenario.strikes]
         if self._method.synchronous or not ends:
             return 0.0  # workers of a synchronous method end after the same number of epochs
         return max(ends) + AFTER_S
 
-    def _await_steps(self) -> None:
+    def await_steps(self) -> None:
+        """Wait until rank 0 has made its first step."""
         until_s = time.monotonic() + BEGIN_S
         while not self._began.exists():
             for host, process in self._processes.items():
@@ -186,7 +190,8 @@ class HostsRun:
                 return [rank for rank, where in enumerate(self._host_of) if where]
         return here
 
-    def _strike(self, strike: Strike) -> None:
+    def strike(self, strike: Strike) -> None:
+        """Do what a strike says; it may have to be undone later."""
         host = self._index(strike.host)
         match strike.what:
             case "kill_worker" | "kill_server" | "kill_registrar" | "stop":
