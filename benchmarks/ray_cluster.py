@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from paceline.lab.network.hosts import HostNetwork
 from paceline.lab.tasks import fashion
 
 NODES, CPUS = 3, 4
-PORT = 6379
+PORT, FILES = 6379, "/mnt"
 STORE_BYTES = 80_000_000
 """Ray wants an object store of about this size; Paceline does not use it."""
 
@@ -39,22 +38,20 @@ class RayCluster:
     Args:
         nodes: how many there are; the first is the head.
         cpus: how many CPUs Ray believes each has.
+        spare: how many more hosts there are, on which :meth:`add` makes nodes.
     """
 
-    def __init__(self, nodes: int, cpus: int) -> None:
+    def __init__(self, nodes: int, cpus: int, spare: int = 0) -> None:
         self.nodes, self.cpus = nodes, cpus
-        self._network = HostNetwork(nodes)
+        self._network = HostNetwork(nodes + spare)
         self._exits = ExitStack()
 
     def __enter__(self) -> RayCluster:
         with ExitStack() as exits:
-            # Ray's sockets lie below, and their paths must be short.
-            self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-            exits.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._logs = Path(exits.enter_context(tempfile.TemporaryDirectory()))
             exits.enter_context(self._network)
-            self._start_ray(0)
-            for node in range(1, self.nodes):
-                self._start_ray(node)
+            for node in range(self.nodes):
+                self.add(node)
             self._exits = exits.pop_all()
         return self
 
@@ -67,41 +64,37 @@ class RayCluster:
         self._exits.close()
 
     def popen(self, node: int, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a driver on a node, with a pipe for all that it prints."""
+        """Start a command on a node; drivers find the cluster there."""
         address = f"{self._network.address(0)}:{PORT}"
         environment = {**os.environ, "RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
         environment.pop("PYTHONPATH", None)
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return self._network.popen(node, command, env=environment, **how, **options)
+        how = {"stderr": subprocess.STDOUT, "text": True, **options}
+        return self._network.popen(node, command, env=environment, **how)
 
-    def _start_ray(self, node: int) -> None:
+    def add(self, node: int) -> None:
         """Start Ray on a host, and wait until it is a node of the cluster."""
+        # Ray's files end with the host; the paths of its sockets must be short.
+        self._network.run(node, "mount", "-t", "tmpfs", "tmpfs", FILES)
         own = self._network.address(node)
         line = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
         line += [f"--node-ip-address={own}", f"--num-cpus={self.cpus}", "--disable-usage-stats"]
         line += [f"--object-store-memory={STORE_BYTES}"]
         if node == 0:
-            line += ["--head", f"--port={PORT}", f"--temp-dir={self._folder}"]
+            line += ["--head", f"--port={PORT}", f"--temp-dir={FILES}/ray"]
             line += ["--include-dashboard=false"]
         else:
             line += [f"--address={self._network.address(0)}:{PORT}"]
-        process = self.popen(node, *line)
-        assert process.stdout is not None
-        said = ""
-        while "Ray runtime started" not in said:
-            text = process.stdout.readline()
-            if not text:
-                raise RuntimeError(f"Ray did not start on node {node}: {said}")
-            said += text
+        log = self._logs / f"{node}.log"
+        with log.open("w") as stdout:
+            process = self.popen(node, *line, stdout=stdout)
+        while "Ray runtime started" not in log.read_text():
+            if process.poll() is not None:
+                raise RuntimeError(f"Ray did not start on node {node}: {log.read_text()}")
+            time.sleep(0.05)
 
     def kill(self, node: int) -> None:
         """Kill all processes of a node at once, without a goodbye."""
         self._network.kill_host(node)
-
-    def add(self, node: int) -> None:
-        """Start a node anew that was killed."""
-        self._network.start_host(node)
-        self._start_ray(node)
 
 
 def train(worker: Worker, **arguments: Any) -> None:
@@ -117,7 +110,7 @@ def measure(strategy: str, workers: int, steps: int) -> dict[str, Any]:
         line = [*("run", __file__, "--on", "ray", "-w", str(workers), "-s", strategy)]
         line += ["--max-restarts", str(workers), "--steps", str(steps), "--out", str(out)]
         paceline = str(Path(sys.executable).with_name("paceline"))
-        run = cluster.popen(0, paceline, *line)
+        run = cluster.popen(0, paceline, *line, stdout=subprocess.PIPE)
         while not any("accuracy" in record for record in _records(out / "metrics.jsonl")):
             if run.poll() is not None:
                 break

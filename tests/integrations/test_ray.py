@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes, each with room for two ranks."""
+    """Two nodes, each with room for two ranks, and a host that can become the third."""
     need_hosts()
-    with RayCluster(2, 2) as cluster:
+    with RayCluster(2, 2, spare=1) as cluster:
         yield cluster
 
 
@@ -52,9 +53,9 @@ def script(tmp_path):
     return write
 
 
-def start(cluster, folder, *command, **options):
+def start(cluster, folder, *command):
     """Start a driver on the head; its Python is this one."""
-    return cluster.popen(0, sys.executable, *command, cwd=folder, **options)
+    return cluster.popen(0, sys.executable, *command, cwd=folder, stdout=subprocess.PIPE)
 
 
 def begin(cluster, folder, *command):
@@ -85,19 +86,18 @@ def test_a_run_that_is_too_large_waits_for_a_node_to_be_added(cluster, script, t
     run = start(cluster, tmp_path, "train.py")
     said = run.stdout.readline()
     assert "waiting for Ray to place 3 ranks, with 1 CPU each; it has" in said
-    cluster.add(1)
+    cluster.add(2)
     printed, _ = run.communicate()
     assert run.returncode == 0, printed
     assert happened(tmp_path, "lost") == []
 
 
 def test_a_run_for_which_there_is_no_room_ends(cluster, script, tmp_path):
-    script(workers=5, start_s=10)
+    script(workers=9, start_s=5)
     run = start(cluster, tmp_path, "train.py")
     printed, _ = run.communicate()
     assert run.returncode == 1, printed
-    assert "it has 4 CPUs on 2 nodes" in printed
-    assert "PacelineError: Ray has placed 4 of 5 ranks after 10 s" in printed
+    assert re.search(r"Ray has placed \d of 9 ranks after 5 s; it has no room for the", printed)
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(cluster, script, tmp_path):

@@ -124,15 +124,15 @@ class RayAgents(Agents):
 
     def await_hosts(self, count: int, how_to_join: str) -> None:
         """Have Ray place so many agents, and wait until they have joined."""
-        self._ask_for(count)
         print(how_to_join, file=sys.stderr, flush=True)
         began_s = time.monotonic()
-        while len(self.hosts) < count:
+        while (missing := count - sum(not host.is_silent for host in self.hosts)) > 0:
+            self.want(missing)
             waited_s = time.monotonic() - began_s
-            if failure := self._take_ended():
-                raise _error(f"an agent that Ray started has ended: {failure}")
+            if self._failures >= MOST_FAILURES:
+                raise _error(f"{self._failures} agents that Ray started have ended at once")
             if waited_s > self.limits.start_s:
-                placed = f"Ray has placed {len(self.hosts)} of {count} ranks"
+                placed = f"Ray has placed {count - missing} of {count} ranks"
                 raise _error(f"{placed} after {waited_s:.0f} s; it has no room for the others")
             time.sleep(_LOOK_S)
 
@@ -140,7 +140,8 @@ class RayAgents(Agents):
         """Ask Ray for as many agents as ranks wait for a host, beyond those it has yet to start."""
         if failure := self._take_ended():
             self._failures += 1
-            print(f"paceline: an agent that Ray started has ended: {failure}", file=sys.stderr)
+            text = f"paceline: an agent that Ray started has ended: {failure}"
+            print(text, file=sys.stderr, flush=True)
         coming = {*self._runs.values()} - {host.hello["actor"] for host in self.hosts}
         if count > len(coming) and self._failures < MOST_FAILURES:
             self._ask_for(count - len(coming))

@@ -280,7 +280,8 @@ class Supervisor:
         """Where to start a rank; None while all hosts are lost or full.
 
         It is first started where that was planned. Later it goes to the host that has the fewest
-        ranks, and stays where it was if others have as few.
+        ranks, and stays where it was if others have as few. A server or communicator goes to a
+        full host, too, because all workers wait for it.
         """
         busy = Counter(id(other.place) for other in self.ranks if other.running)
         free = [
@@ -288,6 +289,8 @@ class Supervisor:
             for place in self._places()
             if not place.is_silent and (place.slots is None or busy[id(place)] < place.slots)
         ]
+        if not free and rank not in self._workers:
+            free = [place for place in self._places() if not place.is_silent]
         planned = self._planned.get(rank.number) if rank.place is None else None
         if planned in free:
             return planned
