@@ -34,10 +34,11 @@ GIVE_UP_S = 60.0
 """How long an agent waits for a launcher that it has lost, before it ends its ranks."""
 
 
-def join(host: str, port: int, token: bytes, train: Reference) -> int:
+def join(launcher: ManyHosts, token: bytes, train: Reference) -> int:
     """Start ranks of ``train`` for the launcher that listens there; return the run's exit code."""
+    launcher.say_if_open()
     with ForkServer.borrow() as fork_server:
-        agent = Agent(fork_server, host, port, token, train, Limits())
+        agent = Agent(fork_server, launcher, token, train, Limits())
         try:
             return agent.run()
         finally:
@@ -50,15 +51,15 @@ class Agent:
     def __init__(
         self,
         fork_server: ForkServer,
-        host: str,
-        port: int,
+        launcher: ManyHosts,
         token: bytes,
         train: Reference,
         limits: Limits,
     ) -> None:
+        host, port = launcher.address, launcher.port
         self._launcher, self._train, self._limits = f"{host}:{port}", train, limits
         own = own_address(host, port)
-        self._secret = Secret(token, not ManyHosts(1, host, port, None).is_loopback)
+        self._secret = Secret(token, launcher.encrypted)
         self._address, self._name = own, this_host()
         self._context = zmq.Context()
         self._socket = self._connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
@@ -192,7 +193,7 @@ class Agent:
         if silent_s > (GIVE_UP_S if self._times else self._limits.start_s):
             error = PacelineError(
                 f"nothing was heard of the launcher at {self._launcher} for {silent_s:.0f} s:"
-                " the address or the token is wrong, or it is gone"
+                " the address, the token or --no-encryption is wrong, or it is gone"
             )
             error.exit_code = 3
             raise error

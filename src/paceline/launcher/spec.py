@@ -165,6 +165,8 @@ class LaunchSpec(Started, OnDevice):
         hosts: how many hosts there are; the others join with ``paceline run --join``.
         listen: the address and the port of this host at which the others join.
         token_file: a file that holds the run's token; it is made if it does not exist.
+        encryption: whether connections to other hosts are encrypted; False is for a network on
+            which nobody listens.
     """
 
     workers: int = 2
@@ -172,6 +174,7 @@ class LaunchSpec(Started, OnDevice):
     hosts: int = 1
     listen: str | None = None
     token_file: str | PathLike[str] | None = None
+    encryption: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +191,7 @@ class LaunchSpec(Started, OnDevice):
     def many_hosts(self) -> ManyHosts | None:
         """Where the launcher listens for other hosts; None for a run on this host alone."""
         file = None if self.token_file is None else Path(self.token_file)
-        return ManyHosts.of(self.hosts, self.listen, file)
+        return ManyHosts.of(self.hosts, self.listen, file, self.encryption)
 
     @property
     def shared_device(self) -> str | None:
