@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from support import runs, warm
-from support.namespaces import wait_until
+from support.namespaces import need_hosts, wait_until
 from support.worlds import on_hosts
 
 import paceline as pl
+from paceline.lab.network.hosts import HostNetwork
 from paceline.launcher.many_hosts import ManyHosts, read_token
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +216,54 @@ def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
     assert 3 in happened(hosts, "joined")
 
 
+# Encryption --------------------------------------------------------------------------------------
+
+MECHANISMS = ("NULL", "PLAIN", "CURVE")
+GREET = """
+import socket, sys, time
+greeting = bytes.fromhex("ff00000000000000017f0300") + sys.argv[1].encode().ljust(52, bytes(1))
+while True:
+    try:
+        connection = socket.create_connection(("10.77.0.1", 7000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(greeting)
+answer = b""
+while len(answer) < 32 and (more := connection.recv(64)):
+    answer += more
+print(answer[12:32].rstrip(bytes(1)).decode())
+"""
+"""Says the name of a mechanism of ZeroMQ; the launcher answers with it if it is its own."""
+
+
+@pytest.mark.may_skip
+@pytest.mark.parametrize(
+    ("more", "mechanism"), [([], "CURVE"), (["--no-encryption"], "PLAIN")], ids=["with", "without"]
+)
+def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
+    need_hosts()
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1))
+    how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first, second = (
+        shlex.split(command.replace("10.0.0.1", "10.77.0.1")) for command in page_commands()
+    )
+    with HostNetwork(2) as network:
+        line = [sys.executable, "-m", *first, *more]
+        launcher = network.popen(0, line, **how)
+        answers = [network.run(1, sys.executable, "-c", GREET, name) for name in MECHANISMS]
+        assert [answer.strip() for answer in answers] == [
+            name if name == mechanism else "" for name in MECHANISMS
+        ]
+        agent = network.popen(1, [sys.executable, "-m", *second, *more], **how)
+        launched, joined = (process.communicate(timeout=90)[0] for process in (launcher, agent))
+    assert (launcher.returncode, agent.returncode) == (0, 0), launched + joined
+    for text in (launched, joined):
+        assert ("connections between hosts are not encrypted" in text) is bool(more)
+    assert ("--no-encryption" in launched) is bool(more), "the line to type on the other hosts"
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 
@@ -236,6 +285,7 @@ def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
             r"listen \(7000\) must be an address and a port",
         ),
         ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
+        ({"encryption": False, "transport": "hosts"}, r"encryption \(False\) is for a run on many"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(how, message):

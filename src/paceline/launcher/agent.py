@@ -37,19 +37,20 @@ GIVE_UP_S = 60.0
 
 
 def join(
-    host: str, port: int, token: bytes, train: Reference | None, about: Message | None = None
+    launcher: ManyHosts, token: bytes, train: Reference | None, about: Message | None = None
 ) -> int:
     """Start ranks for the launcher that listens there; return the exit code of the run.
 
     Args:
-        host, port: where it listens.
+        launcher: where it listens.
         token: of the run.
         train: what the ranks train; None if it is where the launcher has it.
         about: more that the launcher is told of this host: its ``slots``, and what else it needs.
     """
+    launcher.say_if_open()
     with ForkServer.borrow() as fork_server:
         fork_server.await_ready(Limits())  # a host that has joined can start ranks at once
-        agent = Agent(fork_server, host, port, token, train, about or {}, Limits())
+        agent = Agent(fork_server, launcher, token, train, about or {}, Limits())
         try:
             return agent.run()
         finally:
@@ -62,17 +63,17 @@ class Agent:
     def __init__(
         self,
         fork_server: ForkServer,
-        host: str,
-        port: int,
+        launcher: ManyHosts,
         token: bytes,
         train: Reference | None,
         about: Message,
         limits: Limits,
     ) -> None:
+        host, port = launcher.address, launcher.port
         self._launcher, self._train, self._limits = f"{host}:{port}", train, limits
         self._about = {"slots": None, **about}
         own = own_address(host, port)
-        self._secret = Secret(token, not ManyHosts(1, host, port, None).is_loopback)
+        self._secret = Secret(token, launcher.encrypted)
         self._address, self._name = own, this_host()
         self._context = zmq.Context()
         self._socket = self._connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
@@ -216,7 +217,7 @@ class Agent:
     def _check_launcher(self) -> None:
         """End the run on this host if the launcher, and the registrar beside it, are gone."""
         silent_s = time.monotonic() - max(self._heard_s, self._line.heard_s)
-        why = "the address or the token is wrong, or it is gone"
+        why = "the address, the token or --no-encryption is wrong, or it is gone"
         patience_s = self._limits.start_s
         if self._times:
             why, patience_s = "it is gone, or the link to it is cut", GIVE_UP_S

@@ -118,7 +118,7 @@ def _open_registrar(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
             "registrar": f"tcp://{address}:{listener.getsockname()[1]}",
             "host": where.address,
             "token": (new_token() if hosts is None else hosts.token()).hex(),
-            "encrypted": not where.is_loopback,
+            "encrypted": where.encrypted,
         }
         journal = Journal.create()
         try:

@@ -18,7 +18,7 @@ from paceline.common.reference import Reference
 from paceline.errors import PacelineError
 from paceline.launcher.agent import join
 from paceline.launcher.launch import launch
-from paceline.launcher.many_hosts import address_and_port, read_token
+from paceline.launcher.many_hosts import ManyHosts, address_and_port, read_token
 
 TRAIN: Reference = {"module": "paceline.lab.drill.task", "name": "train"}
 """The training, which only the ranks import."""
@@ -29,7 +29,8 @@ def main(what: str, options: dict[str, Any]) -> int:
     try:
         if what == "join":
             token = read_token(Path(options["token_file"]))
-            return join(*address_and_port("join", options["join"]), token, TRAIN)
+            launcher = ManyHosts(1, *address_and_port("join", options["join"]), None)
+            return join(launcher, token, TRAIN)
         launch(TRAIN, limits=Limits(dead_s=options.pop("dead_s")), transport="hosts", **options)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)

@@ -51,8 +51,7 @@ printf '%s\\n' "$2" > /mnt/hosts
 mount --bind /mnt/hosts /etc/hosts
 umount -l /mnt
 echo ready
-trap '' CHLD
-exec cat > /dev/null
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 """The first process of a host: it ends with its standard input, and leaves no zombie."""
 
@@ -182,7 +181,11 @@ class HostNetwork:
         with self.popen(
             host, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            output, errors = process.communicate()
+            try:
+                output, errors = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
         if process.returncode:
             raise PacelineError(f"{' '.join(command)}: {errors.strip()}")
         return str(output)
@@ -218,8 +221,6 @@ class HostNetwork:
     @staticmethod
     def _end(host: _Host) -> None:
         os.kill(host.init, signal.SIGKILL)
-        for process in host.processes:
-            process.go_on()
         host.holder.communicate()  # the kernel has ended all others before
         for process in host.processes:
             process.wait()
