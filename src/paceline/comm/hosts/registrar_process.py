@@ -17,7 +17,7 @@ from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes
-from paceline.comm.standing import Standing
+from paceline.comm.standing import PRESENT, Standing
 
 _MAX_FRAME = 1 << 20
 _FORGOTTEN_S = 30.0
@@ -120,7 +120,7 @@ class RegistrarProcess:
     def _watch_host(self) -> None:
         """See which processes of this host have died, are stopped, or run."""
         for rank, entry in enumerate(self._registrar.roll):
-            if entry.host == self._host and entry.standing in (Standing.JOINING, Standing.HERE):
+            if entry.host == self._host and entry.standing in PRESENT:
                 state = "stopped" if self._processes.is_stopped(rank) else "running"
                 if self._processes.has_died(rank):
                     state = "died"
