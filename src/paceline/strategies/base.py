@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -103,7 +104,7 @@ class Traits(Place):
         return {name for cls in type(self).__mro__ for name in vars(cls).get("state", ())}
 
 
-class Roles:
+class Roles(Place):
     """What a method overrides that has ranks beside workers, or whose workers wait in a step."""
 
     def roles(self, workers: int) -> tuple[Role, ...]:
@@ -113,6 +114,10 @@ class Roles:
     def serve(self, x: Tensor) -> None:
         """The whole life of a rank that is not a worker."""
         raise UsageError(f"{type(self).__name__} has roles beside workers, but no serve()")
+
+    def can_stand_still(self, ranks: Collection[int]) -> bool:
+        """Whether a synchronous method can make a checkpoint of these ranks, which are all."""
+        return len(self.roles(self.workers)) - self.workers == sum(r >= self.workers for r in ranks)
 
     def before_checkpoint(self, number: int) -> None:
         """Before this worker stands still: let those go who wait for it inside of a step."""

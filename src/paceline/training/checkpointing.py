@@ -134,10 +134,10 @@ class CountAgreement(CallAgreement):
         )
 
     def summoned(self, number: int, stop: bool) -> Call | None:
-        """The call of this step; None if others are at a later one, or a communicator is lost."""
+        """The call of this step; None if others are at a later one, or the method cannot."""
         roster = self._roll.roster(number)
         incarnations = {} if roster is None else dict(roster.members)
-        if not {*self._everyone[self._session.size :]} <= incarnations.keys() or roster is None:
+        if roster is None or not self._session.strategy.can_stand_still(incarnations):
             return None
         called = tuple(incarnations.get(rank, 0) for rank in self._everyone)
         return Call(number, number, stop, called)
