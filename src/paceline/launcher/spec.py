@@ -133,15 +133,21 @@ class Started(RunSpec):
     def policy(self, on_loss: str | None = None) -> MembershipPolicy:
         """What the run does when it loses a rank; ``on_loss`` is the default."""
         chosen = self.on_loss or on_loss
-        return MembershipPolicy(self.method.synchronous, self.workers, chosen, self.max_restarts)
+        method = self.method
+        return MembershipPolicy(
+            method.synchronous, self.workers, chosen, self.max_restarts, method.takes_workers_in
+        )
 
     def check_faults(self, faults: Sequence[Fault], cluster: Cluster) -> None:
-        """Refuse faults of ranks that do not exist, and late joiners of a synchronous method."""
+        """Refuse faults of ranks that do not exist, and late joiners that are not taken in."""
         cluster.check_faults(faults, self.size)
-        for fault in faults:
-            if fault.kind == "join" and self.method.synchronous:
-                name = strategy_name(self.method)
-                raise UsageError(f"join: {name} is synchronous and cannot take late joiners")
+        name, policy = strategy_name(self.method), self.policy()
+        if any(fault.kind == "join" for fault in faults) and not policy.accepts_joiners:
+            if not self.method.takes_workers_in:
+                raise UsageError(f"join: {name} cannot take workers in during a run")
+            raise UsageError(
+                f'join: {name} takes workers in only with on_loss="continue" (--on-loss continue)'
+            )
 
     def checkpoints(self) -> CheckpointCoordinator:
         """The checkpoints of the run; refuses a method that does not support them."""

@@ -137,6 +137,7 @@ def run_ranks(
     on_message: OnMessage = lambda rank, message: None,
     policy: MembershipPolicy | None = None,
     faults: Sequence[Fault] = (),
+    away: Sequence[int] = (),
     folder: Path | None = None,
     stop: Stop | None = None,
     start_s: float = 0.0,
@@ -147,7 +148,8 @@ def run_ranks(
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
-    lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
+    lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away`` were
+    lost before the run, and are not started. In ``folder`` is the
     socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
     holds memory of ``device``, if one is given, through which ranks on that device communicate.
     With ``hosts``, ranks are on this host and on others, whose agents join first.
@@ -163,7 +165,7 @@ def run_ranks(
     ):
         common = {
             **_common_config(program, size, transport, hosts, limits, start_s),
-            "late": [rank_of(fault) for fault in faults if fault.kind == "join"],
+            "late": [*(rank_of(fault) for fault in faults if fault.kind == "join"), *away],
             "elastic": policy.goes_on,
             "workers": policy.workers,
             "device": device,
@@ -318,7 +320,7 @@ class Supervisor:
         if request.get("ask") != "join":
             return {"error": "the only request is to join"}
         if not self._policy.accepts_joiners:
-            return {"error": "a synchronous method cannot take late joiners"}
+            return {"error": "its method cannot take workers in during a run"}
         lost = self._lost_workers()
         if not lost:
             return {"error": f"all {self._policy.workers} workers are running"}

@@ -100,6 +100,15 @@ class Hierarchical(Lockstep):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._find_group()
+
+    def join(self, x: Tensor) -> None:
+        self._find_group()
+
+    def grown(self) -> None:
+        self.group_unit = 0  # that of the member whose state a joiner has may be of another group
+
+    def _find_group(self) -> None:
         mine = next(g for g in groups(self.workers, self.group_size) if self.comm.rank in g)
         self.group: Comm = self.comm.group(mine)
 

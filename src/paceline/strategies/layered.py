@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -101,6 +101,11 @@ class Layered(RoleStrategy):
     def roles(self, workers: int) -> tuple[Role, ...]:
         beside = [group[0] for group in groups(workers, self.group_size)]
         return (WORKER,) * workers + tuple(Role("communicator", home) for home in beside)
+
+    def can_stand_still(self, ranks: Collection[int]) -> bool:
+        """The communicator of a group without workers waits in the next round already."""
+        parts = groups(self.workers, self.group_size)
+        return super().can_stand_still(ranks) and not any(map({*ranks}.isdisjoint, parts))
 
     @property
     def request_numbers(self) -> int:

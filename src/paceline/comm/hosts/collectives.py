@@ -24,8 +24,8 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.liveness import TICK_S
-from paceline.comm.ports import Collectives, Factor, Total
-from paceline.errors import MessageMismatch
+from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
+from paceline.errors import MessageMismatch, PeerLost
 
 DIRECT_BYTES = 1 << 15
 """A vector of up to so many bytes goes to every member whole."""
@@ -121,6 +121,9 @@ class HostsCollectives(Collectives):
     def _begin(self, members: tuple[int, ...]) -> Name:
         """Name the next operation of a group: its members, in one incarnation of each."""
         roll = self._link.check()
+        new = [rank for rank in roll.not_ready(members) if rank != self._rank]
+        if new:
+            raise PeerLost(new, "a collective", NOT_READY, 0.0)
         incarnations = [roll.incarnation(rank) for rank in members]
         group = hashlib.blake2b(repr((members, incarnations)).encode(), digest_size=8).digest()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1

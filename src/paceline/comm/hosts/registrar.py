@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from paceline.comm.batches import SharedBatches, as_batch
-from paceline.comm.standing import GONE, LOST, Standing
+from paceline.comm.standing import GONE, LOST, PRESENT, Standing
 
 QUIET_S = 1.0
 """A rank of which nothing was heard for so long counts as stopped: others do not wait for it."""
@@ -94,6 +94,7 @@ class Registrar:
         self._closed = False
         self._finished = [0] * size
         self._roster: list[list[int]] | None = None
+        self._agreed: dict[str, list[Json]] = {}
         self._call: list[Json] = [0, 0, False, []]
         self._meetings: dict[int, Meeting] = {}
         self._outcomes: dict[int, bool] = {}
@@ -156,7 +157,7 @@ class Registrar:
     def _enter(self, rank: int, host: str, pid: int, addresses: list[str]) -> Json:
         """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
         entry = self.roll[rank]
-        if entry.standing in (Standing.JOINING, Standing.HERE):
+        if entry.standing in PRESENT:
             if (entry.host, entry.pid) != (host, pid):
                 return {"taken": f"process {entry.pid} on {entry.host} has it"}
             self._strike(rank, Standing.DIED, "it begins anew")
@@ -173,6 +174,33 @@ class Registrar:
         if self.roll[rank].standing is Standing.JOINING:
             self.roll[rank].standing = Standing.HERE
             self._changed()
+
+    def _wait(self, rank: int) -> None:
+        """Note that a late joiner waits to be taken in."""
+        if self.roll[rank].standing is Standing.JOINING:
+            self.roll[rank].standing = Standing.WAITING
+            self._changed()
+
+    def _agree(self, rank: int, number: int, take_in: bool) -> list[Json] | None:
+        """The members and their incarnations, as they were when the first rank asked, and who of
+        them was taken in with it; None when a later number was asked for."""
+        kind = "taken in" if take_in else "here"
+        last, roster = self._agreed.get(kind, [0, []])
+        if last < number:
+            waiting = [r for r, e in enumerate(self.roll) if e.standing is Standing.WAITING]
+            joined = waiting if take_in else []
+            for joiner in joined:
+                self.roll[joiner].standing = Standing.HERE
+            here = [[member, self._incarnation(member)] for member in self._alive()]
+            last, roster = self._agreed[kind] = [number, [here, joined]]
+            if joined:
+                self._changed()
+        return roster if last == number else None
+
+    def _taken_in_with(self, rank: int) -> list[Json]:
+        """The roster with which members were last taken in."""
+        found: list[Json] = self._agreed["taken in"][1]
+        return found
 
     def _leave(self, rank: int) -> None:
         self._strike(rank, Standing.LEFT, "it has finished")
@@ -243,7 +271,7 @@ class Registrar:
         workers = range(self._workers)
         some = any(r in heard or self.roll[r].standing is Standing.LEFT for r in workers)
         for rank, entry in enumerate(self.roll):
-            if entry.standing not in (Standing.JOINING, Standing.HERE) or rank in heard or not some:
+            if entry.standing not in PRESENT or rank in heard or not some:
                 continue
             self._silent_s[rank] += seconds
             self._note(self._quiet, rank, self._silent_s[rank] >= QUIET_S)
@@ -360,6 +388,7 @@ class Registrar:
             "batches": self._batches.state(),
             "in_hand": {str(rank): sorted(held) for rank, held in self._batches.in_hand.items()},
             "roster": self._roster,
+            "agreed": self._agreed,
             "given_up": self._given_up,
             "meetings": {str(number): asdict(each) for number, each in self._meetings.items()},
             "clients": self._clients,
@@ -371,6 +400,7 @@ class Registrar:
         self.roll = [RollEntry.of(row) for row in state["roll"]]
         self._closed, self._finished = state["closed"], [*state["finished"]]
         self._call, self._roster = state["call"], state["roster"]
+        self._agreed = dict(state["agreed"])
         self._outcomes = {int(number): outcome for number, outcome in state["outcomes"].items()}
         self._given_up = state["given_up"]
         self._meetings = {int(n): Meeting(**each) for n, each in state["meetings"].items()}
@@ -383,6 +413,9 @@ class Registrar:
 _ORDERS: dict[str, Callable[..., Json]] = {
     "enter": Registrar._enter,
     "ready": Registrar._ready,
+    "wait": Registrar._wait,
+    "agree": Registrar._agree,
+    "taken_in_with": Registrar._taken_in_with,
     "leave": Registrar._leave,
     "final_roster": Registrar._final_roster,
     "draw": Registrar._draw,
