@@ -102,6 +102,14 @@ def run(
     hosts: Annotated[
         int, Option("--hosts", help="How many hosts; each of the others joins with --join.")
     ] = 1,
+    workers_per_host: Annotated[
+        int | None,
+        Option(
+            "--workers-per-host",
+            help="How many workers a host takes at most; the others wait for hosts that join in"
+            " mid-run.",
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
         Option("--listen", metavar="ADDRESS:PORT", help="Where this host listens for the others."),
@@ -142,10 +150,13 @@ def run(
     policy = {**injected.policy(), **saving.policy()}
     if on is not None:
         one_of("on", on, ("ray",))
-    if on is not None or hosts != 1 or listen is not None or no_encryption:
-        policy |= {"on": on, "hosts": hosts, "listen": listen, "token_file": token_file}
+    many = {"on": on, "workers_per_host": workers_per_host, "listen": listen}
+    if hosts != 1 or no_encryption or any(value is not None for value in many.values()):
+        policy |= {**many, "hosts": hosts, "token_file": token_file}
         policy |= {"encryption": not no_encryption}
         transport = transport or "hosts"
+        if workers is None and workers_per_host is not None:
+            workers = hosts * workers_per_host
     result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")

@@ -76,7 +76,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
                 policy=policy if TRANSPORTS[spec.world].survives_losses else None,
                 faults=[*spec.faults, *checkpoints.late_joiners(policy)],
-                away=checkpoints.away(policy),
+                away=[*checkpoints.away(policy), *spec.waiting],
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,

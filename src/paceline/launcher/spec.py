@@ -171,6 +171,8 @@ class LaunchSpec(Started, OnDevice):
             shared memory on one host, and ``hosts`` on many.
         on: ``ray`` to have the ranks on the nodes of a Ray cluster.
         hosts: how many hosts there are; the others join with ``paceline run --join``.
+        workers_per_host: how many workers a host takes at most; those for whom there is no room
+            wait for hosts that join in mid-run.
         listen: the address and the port of this host at which the others join.
         token_file: a file that holds the run's token; it is made if it does not exist.
         encryption: whether connections to other hosts are encrypted; False is for a network on
@@ -181,6 +183,7 @@ class LaunchSpec(Started, OnDevice):
     transport: str | None = None
     on: str | None = None
     hosts: int = 1
+    workers_per_host: int | None = None
     listen: str | None = None
     token_file: str | PathLike[str] | None = None
     encryption: bool = True
@@ -213,7 +216,13 @@ class LaunchSpec(Started, OnDevice):
 
             return connect(self.size, 1 if self.device.startswith("cuda") else 0)
         file = None if self.token_file is None else Path(self.token_file)
-        return ManyHosts.of(self.hosts, self.listen, file, self.encryption)
+        return ManyHosts.of(self.hosts, self.listen, file, self.encryption, self.workers_per_host)
+
+    @property
+    def waiting(self) -> range:
+        """The workers for whom there is no room on the hosts that there are at first."""
+        placed = self.hosts * (self.workers_per_host or self.workers)
+        return range(placed, self.workers)
 
     def _check_hosts(self) -> None:
         """Refuse options of many hosts that do not fit together."""
@@ -222,13 +231,18 @@ class LaunchSpec(Started, OnDevice):
             for name in ("listen", "token_file"):
                 if (value := getattr(self, name)) is not None:
                     raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
-            for name, default in (("hosts", 1), ("encryption", True)):
+            for name, default in (("hosts", 1), ("workers_per_host", None), ("encryption", True)):
                 if (value := getattr(self, name)) != default:
                     raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
         elif self.many_hosts is None:
             return
         if not TRANSPORTS[self.world].spans_hosts:
             raise UsageError(f"transport ({self.world}) must be hosts for a run on many hosts")
+        if self.waiting and not self.policy().accepts_joiners:
+            raise UsageError(
+                f"workers ({self.workers}) must be at most {self.waiting.start}, or"
+                f' {strategy_name(self.method)} must take workers in: add on_loss="continue"'
+            )
 
     @property
     def shared_device(self) -> str | None:

@@ -21,7 +21,7 @@ class HostsMembers(Members):
         link: the connections of the rank.
         size: how many ranks there are.
         late: those that come after the beginning.
-        place: the host and the process of this rank.
+        place: the host and the process of this rank, and how many the launcher started before it.
         reset: drops the messages of an earlier incarnation.
     """
 
@@ -30,7 +30,7 @@ class HostsMembers(Members):
         link: RankLink,
         size: int,
         late: Sequence[int],
-        place: tuple[str, int],
+        place: tuple[str, int, int],
         reset: Callable[[], None],
     ) -> None:
         self.link, self._place, self._reset = link, place, reset
@@ -49,7 +49,8 @@ class HostsMembers(Members):
 
     def _entry(self) -> list[object]:
         """What the registrar enters into the roll."""
-        return [*self._place, self.link.addresses]
+        host, pid, start = self._place
+        return [host, pid, self.link.addresses, start]
 
     def alive(self) -> tuple[int, ...]:
         here, own = self.link.check().alive, self.link.rank

@@ -39,6 +39,7 @@ class RollEntry:
         pid: of its process on that host.
         addresses: where it listens, for control and for data.
         reason: why it is gone.
+        start: how many processes the launcher had started for the rank before this one.
     """
 
     incarnation: int = 0
@@ -47,6 +48,7 @@ class RollEntry:
     pid: int = 0
     addresses: list[str] = field(default_factory=list)
     reason: str = ""
+    start: int = 0
 
     def row(self) -> list[Json]:
         """The entry as a list, for JSON."""
@@ -55,8 +57,8 @@ class RollEntry:
     @classmethod
     def of(cls, row: Sequence[Json]) -> RollEntry:
         """The entry that :meth:`row` returned."""
-        incarnation, standing, host, pid, addresses, reason = row
-        return cls(incarnation, Standing(standing), host, pid, list(addresses), reason)
+        incarnation, standing, host, pid, addresses, reason, start = row
+        return cls(incarnation, Standing(standing), host, pid, list(addresses), reason, start)
 
 
 @dataclass
@@ -154,16 +156,20 @@ class Registrar:
 
     # Who is a member -----------------------------------------------------------------------------
 
-    def _enter(self, rank: int, host: str, pid: int, addresses: list[str]) -> Json:
-        """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
+    def _enter(self, rank: int, host: str, pid: int, addresses: list[str], start: int = 0) -> Json:
+        """Begin an incarnation of ``rank``; a late joiner is not here before it has its state.
+
+        A process that the launcher started later takes the place of an earlier one.
+        """
         entry = self.roll[rank]
         if entry.standing in PRESENT:
-            if (entry.host, entry.pid) != (host, pid):
+            if (entry.host, entry.pid) != (host, pid) and start <= entry.start:
                 return {"taken": f"process {entry.pid} on {entry.host} has it"}
             self._strike(rank, Standing.DIED, "it begins anew")
         late = rank in self._late or entry.incarnation > 0
         standing = Standing.JOINING if late else Standing.HERE
-        self.roll[rank] = RollEntry(entry.incarnation + 1, standing, host, pid, addresses)
+        own = RollEntry(entry.incarnation + 1, standing, host, pid, addresses, start=start)
+        self.roll[rank] = own
         self._silent_s[rank] = 0.0
         for client in [c for c, kept in self._clients.items() if kept["rank"] == rank][:-2]:
             del self._clients[client]  # of processes that are long gone
