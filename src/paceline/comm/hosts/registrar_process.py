@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,11 +18,13 @@ from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes
-from paceline.comm.standing import Standing
+from paceline.comm.standing import GONE, Standing
 
 _MAX_FRAME = 1 << 20
 _FORGOTTEN_S = 30.0
 """A connection of which nothing was heard for so long gets nothing more."""
+_LINGER_S = 1.0
+"""So long a registrar without a launcher goes on after the last rank: its reply may be lost."""
 
 
 class RegistrarProcess:
@@ -52,14 +55,15 @@ class RegistrarProcess:
         self._socket.setsockopt(zmq.USE_FD, listener)
         self._socket.bind("tcp://127.0.0.1:*")  # the address of the descriptor counts
         self._clients: dict[bytes, tuple[float, int]] = {}
+        self._ended_s = 0.0
 
-    def run(self) -> None:
-        """Serve until this process is ended."""
+    def run(self, alone: bool = False) -> None:
+        """Serve until this process is ended; ``alone``, until all ranks are gone."""
         poller = zmq.Poller()
         for socket in (self._zap, self._socket):
             poller.register(socket, zmq.POLLIN)
         looked_s, beat_s = time.monotonic(), 0.0
-        while True:
+        while not (alone and self._is_over()):
             ready = dict(poller.poll(int(500 * TICK_S)))
             if self._zap in ready:
                 self._secret.answer(self._zap)
@@ -75,6 +79,15 @@ class RegistrarProcess:
                 beat_s = now_s
                 self._tell_all({"beat": self._registrar.version}, now_s)
             self._push()
+
+    def _is_over(self) -> bool:
+        """Whether all ranks are gone, or nothing is heard of any."""
+        if all(entry.standing in GONE for entry in self._registrar.roll):
+            self._ended_s = self._ended_s or time.monotonic()
+            return time.monotonic() > self._ended_s + _LINGER_S
+        self._ended_s = 0.0
+        began = any(entry.incarnation for entry in self._registrar.roll)
+        return began and not self._clients
 
     def _hear(self) -> None:
         """Take all messages that are here; then save the state, and only then reply."""
@@ -177,3 +190,17 @@ def keep_roll(
     registrar = Registrar(size, workers, late, limits.dead_s)
     secret = Secret(token, encrypted)
     RegistrarProcess(registrar, listener, Journal(journal), secret, limits).run()
+
+
+def main() -> None:
+    """The main function of a registrar that no launcher started; see ``own_registrar``."""
+    facts = json.loads(sys.stdin.read())
+    limits = Limits(**facts["limits"])
+    registrar = Registrar(facts["size"], facts["workers"], [], limits.dead_s)
+    secret = Secret(bytes.fromhex(facts["token"]), facts["encrypted"])
+    journal = Journal(facts["journal"])
+    RegistrarProcess(registrar, facts["listener"], journal, secret, limits).run(alone=True)
+
+
+if __name__ == "__main__":
+    main()
