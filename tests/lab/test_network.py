@@ -184,6 +184,12 @@ def test_signals_reach_the_process_and_its_end_comes_back():
         assert network.popen(0, ["sh", "-c", "exit 7"]).wait() == 7
 
 
+def test_a_process_that_nobody_waits_for_leaves_no_zombie():
+    with HostNetwork(1) as network:
+        network.run(0, "sh", "-c", "setsid sh -c 'sleep 0.1' > /dev/null 2>&1 &")
+        wait_until(lambda: network.pids(0) == [])
+
+
 def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from support import runs, warm
-from support.namespaces import wait_until
+from support.namespaces import need_hosts, wait_until
 from support.worlds import on_hosts
 
 import paceline as pl
+from paceline.lab.network.hosts import HostNetwork
 from paceline.launcher.many_hosts import ManyHosts, read_token
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,77 @@ def test_an_error_on_one_host_ends_all(hosts):
     assert "rank 3: KeyError: 'no such thing'" in launched
 
 
+# A host that is gone ------------------------------------------------------------------------------
+
+UNTIL = """
+import pathlib
+import sys
+
+sys.path[:0] = {path!r}
+import torch
+
+import paceline as pl
+from support import runs
+
+
+def train(worker):
+    net = runs.new_net()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    here = pathlib.Path({folder!r})
+    while not (here / "enough").exists():
+        sgd.zero_grad()
+        net(torch.ones(4, 6)).sum().backward()
+        sgd.step()
+        (here / f"rank{{worker.rank}}").touch()
+
+
+if __name__ == "__main__":
+    limits = pl.Limits(dead_s=1.0)
+    how = dict(transport="hosts", hosts=3, listen={address!r}, token_file={token!r})
+    result = pl.launch(train, workers=3, strategy="gossip", limits=limits, **how)
+    print("lost workers:", result.lost_workers)
+"""
+
+
+@pytest.fixture
+def three_hosts(tmp_path):
+    """The launcher and two agents of a run that trains until it is told to end."""
+    address, token = f"127.0.0.1:{runs.free_port()}", tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("ab" * 32)
+    words = {"path": sys.path, "folder": str(tmp_path), "address": address, "token": str(token)}
+    (tmp_path / "train.py").write_text(UNTIL.format(**words))
+    processes = [start("train", tmp_path, address)]
+    join = f"paceline run train.py --join {address} --token-file {token}"
+    processes += [start(join, tmp_path, address) for _ in range(2)]
+    try:
+        while not all((tmp_path / f"rank{rank}").exists() for rank in range(3)):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.02)
+        yield tmp_path, processes
+    finally:
+        for process in processes:
+            process.kill()
+            print(process.communicate()[0])
+
+
+def test_agents_end_when_most_hosts_have_lost_the_launcher(three_hosts):
+    _, (launcher, *agents) = three_hosts
+    launcher.kill()
+    for agent in agents:
+        printed = agent.communicate(timeout=60)[0]
+        assert agent.returncode == 3, printed
+        assert "most hosts agree that it is gone" in printed
+
+
+def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
+    folder, (launcher, *agents) = three_hosts
+    agents[0].kill()
+    (folder / "enough").touch()
+    assert launcher.communicate(timeout=60)[0].splitlines()[-1] == "lost workers: 1"
+    assert (launcher.returncode, agents[1].wait()) == (0, 0)
+
+
 def test_workers_of_a_lost_host_are_started_again_on_another(hosts):
     launcher = lose_second_host(hosts, "--max-restarts", "2")
     printed, _ = launcher.communicate(timeout=90)
@@ -142,6 +214,54 @@ def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
     assert (launcher.returncode, agent.returncode) == (0, 0), printed
     assert happened(hosts, "lost") == happened(hosts, "restarted") == [2, 3]
     assert 3 in happened(hosts, "joined")
+
+
+# Encryption --------------------------------------------------------------------------------------
+
+MECHANISMS = ("NULL", "PLAIN", "CURVE")
+GREET = """
+import socket, sys, time
+greeting = bytes.fromhex("ff00000000000000017f0300") + sys.argv[1].encode().ljust(52, bytes(1))
+while True:
+    try:
+        connection = socket.create_connection(("10.77.0.1", 7000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+connection.sendall(greeting)
+answer = b""
+while len(answer) < 32 and (more := connection.recv(64)):
+    answer += more
+print(answer[12:32].rstrip(bytes(1)).decode())
+"""
+"""Says the name of a mechanism of ZeroMQ; the launcher answers with it if it is its own."""
+
+
+@pytest.mark.may_skip
+@pytest.mark.parametrize(
+    ("more", "mechanism"), [([], "CURVE"), (["--no-encryption"], "PLAIN")], ids=["with", "without"]
+)
+def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
+    need_hosts()
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1))
+    how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first, second = (
+        shlex.split(command.replace("10.0.0.1", "10.77.0.1")) for command in page_commands()
+    )
+    with HostNetwork(2) as network:
+        line = [sys.executable, "-m", *first, *more]
+        launcher = network.popen(0, line, **how)
+        answers = [network.run(1, sys.executable, "-c", GREET, name) for name in MECHANISMS]
+        assert [answer.strip() for answer in answers] == [
+            name if name == mechanism else "" for name in MECHANISMS
+        ]
+        agent = network.popen(1, [sys.executable, "-m", *second, *more], **how)
+        launched, joined = (process.communicate(timeout=90)[0] for process in (launcher, agent))
+    assert (launcher.returncode, agent.returncode) == (0, 0), launched + joined
+    for text in (launched, joined):
+        assert ("connections between hosts are not encrypted" in text) is bool(more)
+    assert ("--no-encryption" in launched) is bool(more), "the line to type on the other hosts"
 
 
 # Bad input ---------------------------------------------------------------------------------------
@@ -165,6 +285,7 @@ def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
             r"listen \(7000\) must be an address and a port",
         ),
         ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
+        ({"encryption": False, "transport": "hosts"}, r"encryption \(False\) is for a run on many"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(how, message):

@@ -110,6 +110,14 @@ def run(
         Path | None,
         Option("--token-file", help="Holds the token of a run on many hosts. [default: run.token]"),
     ] = None,
+    no_encryption: Annotated[
+        bool,
+        Option(
+            "--no-encryption",
+            help="Do not encrypt between hosts; for a network on which nobody listens. Give it on"
+            " every host.",
+        ),
+    ] = False,
     join: Annotated[
         str | None,
         Option(
@@ -122,9 +130,9 @@ def run(
 ) -> None:
     """Train in real processes, on this machine, on many hosts, or under a launcher."""
     if join is not None and re.fullmatch(r".+:\d+", join):
-        fits = ("script", "join", "token_file", "json", "quiet", "verbose")
+        fits = ("script", "join", "token_file", "no_encryption", "json", "quiet", "verbose")
         refuse_together(context, "--join", fits, "the run at that address decides it")
-        raise typer.Exit(join_hosts(find_task(training), join, token_file))
+        raise typer.Exit(join_hosts(find_task(training), join, token_file, not no_encryption))
     if join is not None:
         allowed = ("join", "json", "quiet", "verbose")
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
@@ -134,8 +142,9 @@ def run(
     policy = {**injected.policy(), **saving.policy()}
     if on is not None:
         one_of("on", on, ("ray",))
-    if on is not None or hosts != 1 or listen is not None:
+    if on is not None or hosts != 1 or listen is not None or no_encryption:
         policy |= {"on": on, "hosts": hosts, "listen": listen, "token_file": token_file}
+        policy |= {"encryption": not no_encryption}
         transport = transport or "hosts"
     result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:
@@ -277,13 +286,17 @@ def drill(
         bool, Option("--sim", help="In virtual time; only the cases that can be simulated.")
     ] = False,
     device: BenchDevice = "cpu",
+    hosts: Annotated[
+        int, Option("--hosts", help="Over so many hosts, made of namespaces on this machine.")
+    ] = 1,
 ) -> None:
     """Kill, freeze and disturb real runs on purpose. Shows how each run coped."""
     from paceline.cli import drill as d
 
     at_least("seeds", seeds, 1)
-    trials = d.choose(cases or [], strategy or [], full, simulated, device)
-    d.drill(output.screen(), trials, simulated, seeds, device)
+    at_least("hosts", hosts, 1)
+    trials = d.choose(cases or [], strategy or [], full, simulated, device, hosts)
+    d.drill(output.screen(), trials, simulated, seeds, device, hosts)
 
 
 @command(app)
@@ -492,6 +505,25 @@ def step(
     from paceline.cli.benches import show_step
 
     show_step(output.screen(), workers, repeats, device, hidden)
+
+
+@command(bench, name="hosts")
+def bench_hosts(
+    output: OutputOptions,
+    repeats: Repeats = 5,
+    link: Annotated[
+        list[str] | None,
+        Option(
+            "--link",
+            help="A line between hosts: 100 Mbit, 1 Gbit, or 100 Mbit, 50 ms; may be repeated."
+            " [default: all]",
+        ),
+    ] = None,
+) -> None:
+    """Time messages and all-reduces between hosts, with and without encryption, and gloo's."""
+    from paceline.cli.benches import show_hosts
+
+    show_hosts(output.screen(), link or [], repeats)
 
 
 @command(bench, name="sim")

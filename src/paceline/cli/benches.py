@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.cli.screen import Screen, number, size
 from paceline.cli.task import check_device
-from paceline.common.options import at_least
+from paceline.common.options import at_least, one_of
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
@@ -59,6 +59,33 @@ def show_step(screen: Screen, workers: int, repeats: int, device: str, hidden: i
     share = added["allreduce"] / added["torch DDP"]
     screen.say(f"The overhead of allreduce is {share:.2f} times that of torch DDP.")
     screen.emit({"rows": rows, "allreduce_added_of_ddp": share})
+
+
+def show_hosts(screen: Screen, links: list[str], repeats: int) -> None:
+    """Time messages and sums between hosts that are made on this machine."""
+    at_least("repeats", repeats, 1)
+    from paceline.lab.bench.hosts import LINKS, bench_hosts
+
+    for link in links:
+        one_of("link", link, LINKS)
+    rows = bench_hosts(links or list(LINKS), repeats)
+    screen.table(
+        ["link", "what", "bytes", "engine", "ms", "range", "of the line", "relative to gloo"],
+        [
+            (
+                r["link"],
+                r["what"],
+                size(r["bytes"]),
+                r["engine"],
+                f"{r['ms']:.1f}",
+                "{:.1f} to {:.1f}".format(*r["ms_range"]),
+                f"{r['share_of_line']:.3f}" if "share_of_line" in r else "",
+                f"{r['ratio_to_gloo']:.3f}" if "ratio_to_gloo" in r else "",
+            )
+            for r in rows
+        ],
+    )
+    screen.emit({"rows": rows})
 
 
 def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:

@@ -142,12 +142,13 @@ def join_run(screen: Screen, folder: Path) -> None:
     screen.emit(reply)
 
 
-def join_hosts(task: Task, address: str, token_file: Path | None) -> int:
+def join_hosts(task: Task, address: str, token_file: Path | None, encryption: bool) -> int:
     """Train for a run that listens on another host; return the exit code of that run."""
     from paceline.launcher.agent import join
     from paceline.launcher.many_hosts import (
         TOKEN_FILE,
         TOKEN_VARIABLE,
+        ManyHosts,
         address_and_port,
         read_token,
     )
@@ -155,7 +156,8 @@ def join_hosts(task: Task, address: str, token_file: Path | None) -> int:
     host, port = address_and_port("join", address)
     if token_file is None and TOKEN_VARIABLE not in os.environ:
         token_file = Path(TOKEN_FILE)
-    return join(host, port, read_token(token_file), task.reference)
+    launcher = ManyHosts(1, host, port, token_file, encryption)
+    return join(launcher, read_token(token_file), task.reference)
 
 
 def replay_run(

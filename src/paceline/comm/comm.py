@@ -277,6 +277,7 @@ class Board:
         """What ``src`` last published, whole, and its version; None before the first.
 
         Also None when ``src`` is no member now, unless ``gone``: then any incarnation of it counts.
+        Between hosts also None while ``src`` is a worker that is stopped: it would have to answer.
         With ``like``, a vector of another size or dtype is refused.
         """
         peer = _rank_of_world(src, self._ranks, None if gone else self._own)

@@ -159,6 +159,7 @@ class Mail(Protocol):
         """Copy what is in a window of ``src``; None when nothing is.
 
         Also None when ``src`` is no member now, unless ``gone``: then any incarnation of it counts.
+        Between hosts also None while ``src`` is a worker that is stopped: it would have to answer.
         """
 
 

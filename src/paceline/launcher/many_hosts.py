@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class ManyHosts:
         address: of this host.
         port: at which agents of the other hosts join.
         token_file: holds the run's token; it is made if it does not exist.
+        encryption: whether connections beyond the loopback are encrypted.
 
     Attributes:
         slots_here: how many ranks may be on this host; None for any number.
@@ -40,20 +42,25 @@ class ManyHosts:
     address: str
     port: int
     token_file: Path | None
+    encryption: bool = True
     slots_here: ClassVar[int | None] = None
 
     @classmethod
-    def of(cls, count: int, listen: str | None, token_file: Path | None) -> ManyHosts | None:
+    def of(
+        cls, count: int, listen: str | None, token_file: Path | None, encryption: bool
+    ) -> ManyHosts | None:
         """From the options of a run; None for a run on one host."""
         at_least("hosts", count, 1)
         if count == 1 and listen is None:
+            if not encryption:
+                raise UsageError("encryption (False) is for a run on many hosts: it needs listen")
             return None
         if listen is None:
             raise UsageError(
                 f"hosts ({count}) needs listen: the address and port of this host at which the"
                 " others join, such as 10.0.0.1:7000"
             )
-        return cls(count, *address_and_port("listen", listen), token_file)
+        return cls(count, *address_and_port("listen", listen), token_file, encryption)
 
     @property
     def is_loopback(self) -> bool:
@@ -61,11 +68,28 @@ class ManyHosts:
         return self.address.startswith("127.") or self.address in ("::1", "localhost")
 
     @property
+    def encrypted(self) -> bool:
+        """Whether connections are encrypted: what does not leave this host is not."""
+        return self.encryption and not self.is_loopback
+
+    def say_if_open(self) -> None:
+        """Say that whoever reads the network can read the run, if that is so."""
+        if not self.encryption and not self.is_loopback:
+            print(
+                "paceline: connections between hosts are not encrypted: whoever reads the network"
+                " can read all that they carry, and join the run",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
     def how_to_join(self) -> str:
         """What to type on the other hosts."""
         text = f"paceline run SCRIPT --join {self.address}:{self.port}"
         if TOKEN_VARIABLE not in os.environ or self.token_file is not None:
             text += f" --token-file {self.token_file or TOKEN_FILE}"
+        if not self.encryption:
+            text += " --no-encryption"
         others = "1 other host" if self.count == 2 else f"{self.count - 1} other hosts"
         return f"paceline: waiting for {others}; to join, type there: {text}"
 
@@ -100,7 +124,8 @@ class ManyHosts:
         from paceline.launcher.agents import Agents
 
         with self.listener(self.port) as listener:
-            secret = Secret(self.token(), encrypted=not self.is_loopback)
+            secret = Secret(self.token(), self.encrypted)
+            self.say_if_open()
             yield Agents(listener.fileno(), secret, limits)
 
 

@@ -233,7 +233,7 @@ class AgentActor:
         os.environ["OMP_NUM_THREADS"] = "1"  # an actor has one CPU
         node = ray.get_runtime_context().get_node_id()
         about: Message = {"slots": 1, "actor": number, "node": node}
-        return join(host, port, token, None, about)
+        return join(ManyHosts(1, host, port, None), token, None, about)
 
 
 def _how_ended(run: Any) -> str:

@@ -39,6 +39,7 @@ def connect_beside_registrar(
     try:
         from paceline.comm.hosts.secret import Secret
         from paceline.comm.hosts.world import HostsPorts
+        from paceline.comm.hosts.zeromq import ZmqWire
     except ImportError:
         needs = 'transport (hosts) needs pyzmq: pip install "paceline[hosts]"'
         raise UsageError(needs) from None
@@ -57,7 +58,7 @@ def connect_beside_registrar(
     return HostsPorts(
         f"tcp://{host}:{port}",
         own,
-        Secret(token, encrypted),
+        ZmqWire(Secret(token, encrypted), limits.dead_s),
         process.rank,
         process.size,
         limits,

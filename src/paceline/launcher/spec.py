@@ -167,6 +167,8 @@ class LaunchSpec(Started, OnDevice):
         hosts: how many hosts there are; the others join with ``paceline run --join``.
         listen: the address and the port of this host at which the others join.
         token_file: a file that holds the run's token; it is made if it does not exist.
+        encryption: whether connections to other hosts are encrypted; False is for a network on
+            which nobody listens.
     """
 
     workers: int = 2
@@ -175,6 +177,7 @@ class LaunchSpec(Started, OnDevice):
     hosts: int = 1
     listen: str | None = None
     token_file: str | PathLike[str] | None = None
+    encryption: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,7 +207,7 @@ class LaunchSpec(Started, OnDevice):
 
             return connect(self.size, 1 if self.device.startswith("cuda") else 0)
         file = None if self.token_file is None else Path(self.token_file)
-        return ManyHosts.of(self.hosts, self.listen, file)
+        return ManyHosts.of(self.hosts, self.listen, file, self.encryption)
 
     def _check_hosts(self) -> None:
         """Refuse options of many hosts that do not fit together."""
@@ -213,8 +216,9 @@ class LaunchSpec(Started, OnDevice):
             for name in ("listen", "token_file"):
                 if (value := getattr(self, name)) is not None:
                     raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
-            if self.hosts != 1:
-                raise UsageError(f"hosts ({self.hosts}) must not be given with on ({self.on})")
+            for name, default in (("hosts", 1), ("encryption", True)):
+                if (value := getattr(self, name)) != default:
+                    raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
         elif self.many_hosts is None:
             return
         if not TRANSPORTS[self.world].spans_hosts:

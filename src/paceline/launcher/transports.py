@@ -118,7 +118,7 @@ def _open_registrar(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
             "registrar": f"tcp://{address}:{listener.getsockname()[1]}",
             "host": where.address,
             "token": (new_token() if hosts is None else hosts.token()).hex(),
-            "encrypted": not where.is_loopback,
+            "encrypted": where.encrypted,
         }
         journal = Journal.create()
         try:
@@ -134,13 +134,15 @@ def _open_registrar(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
 def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
     from paceline.comm.hosts.secret import Secret
     from paceline.comm.hosts.world import HostsPorts
+    from paceline.comm.hosts.zeromq import ZmqWire
 
     os.close(fd)
     names = ("rank", "size", "started_s", "late", "elastic", "workers")
     own = {name: config[name] for name in names}
     secret = Secret(bytes.fromhex(config["token"]), config["encrypted"])
     limits = Limits(**config["limits"])
-    return HostsPorts(config["registrar"], config["host"], secret, limits=limits, **own)
+    wire = ZmqWire(secret, limits.dead_s)
+    return HostsPorts(config["registrar"], config["host"], wire, limits=limits, **own)
 
 
 TRANSPORTS = {

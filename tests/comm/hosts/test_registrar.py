@@ -210,3 +210,19 @@ def test_a_journal_that_was_cut_off_has_the_state_before():
     os.pwrite(fd, b"\xff", 30)  # the second state was written to the first slot
     assert Journal(fd).read() == {"state": 1}
     os.close(fd)
+
+
+def test_a_rank_of_which_nothing_is_heard_counts_as_stopped_before_it_is_lost():
+    registrar = Registrar(3, 3, (), dead_s=5.0)
+    for rank in range(3):
+        Client(registrar, rank).enter()
+    for _ in range(12):  # the first pass counts what was heard at the entry
+        for rank in (0, 1):
+            registrar.hear(rank, 1)
+        registrar.pass_time(0.1)
+    assert registrar.shared()["stopped"] == [2]
+    assert registrar.lost() == []
+    version = registrar.version
+    registrar.hear(2, 1)
+    assert registrar.shared()["stopped"] == []
+    assert registrar.version > version

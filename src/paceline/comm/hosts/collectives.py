@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Topic, host_copy
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import Collectives, Factor, Total
 from paceline.errors import MessageMismatch
 
@@ -176,7 +176,7 @@ class HostsCollectives(Collectives):
 
     def settle(self) -> None:
         """Wait until no other member needs a sum of this rank to conclude."""
-        watch = Watch("the end of the last collectives", self._link.limits)
+        watch = self._link.watch("the end of the last collectives")
         with self._link.changed:
             waiting = {
                 name: dict(operation.incarnations)
@@ -227,7 +227,7 @@ class _Part:
         self._others = [rank for rank in members if rank != link.rank]
         roll = link.check()
         self._incarnations = {rank: roll.incarnation(rank) for rank in members}
-        self._watch = Watch(_OPS[arrival.op], link.limits)
+        self._watch = link.watch(_OPS[arrival.op])
 
     def run(self, group: HostsCollectives, x: Tensor) -> tuple[Total, Tensor | None]:
         """Take part; return the sum of the weights, and the sum of the vectors if there is one."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.liveness import SLACK_S, TICK_S, Watch
+from paceline.comm.liveness import SLACK_S, TICK_S
 from paceline.comm.ports import Members, View
 from paceline.comm.ranks import ranks
 from paceline.comm.standing import Standing
@@ -38,12 +37,12 @@ class HostsMembers(Members):
         self._enter()
 
     def _enter(self) -> None:
-        watch = Watch("the entry", self.link.limits)
+        watch = self.link.watch("the entry")
         while "taken" in (found := self.link.begin(self._entry(), self._reset)):
             # Its predecessor may have died without the registrar knowing of it yet.
             if watch.waited_s > self.link.limits.dead_s + SLACK_S:
                 raise UsageError(f"rank ({self.link.rank}) is taken: {found['taken']}")
-            time.sleep(TICK_S)
+            self.link.wire.sleep(TICK_S)
         self.late = bool(found["late"])
         self.link.await_entry()
 
@@ -81,7 +80,7 @@ class HostsMembers(Members):
     # Waiting -------------------------------------------------------------------------------------
 
     def wait_for_change(self, seconds: float) -> bool:
-        watch, seen = Watch("a change", self.link.limits), self._standings(self.roll)
+        watch, seen = self.link.watch("a change"), self._standings(self.roll)
         while watch.waited_s < seconds:
             watch.look()
             with self.link.changed:
@@ -95,7 +94,7 @@ class HostsMembers(Members):
 
     def wait_for_successor(self, rank: int, incarnation: int) -> None:
         op = f"a successor of rank {rank}"
-        watch = Watch(op, self.link.limits)
+        watch = self.link.watch(op)
 
         def has_come(roll: Roll) -> bool:
             entry = roll.entries[rank]
@@ -107,7 +106,7 @@ class HostsMembers(Members):
 
     def _await(self, ready: Callable[[Roll], bool], op: str, missing: Sequence[int]) -> None:
         """Wait until what the registrar says fulfills a condition."""
-        watch = Watch(op, self.link.limits)
+        watch = self.link.watch(op)
         with self.link.changed:
             while not ready(self.link.check()):
                 self.link.changed.wait(TICK_S)

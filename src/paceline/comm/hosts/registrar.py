@@ -18,6 +18,8 @@ from typing import Any
 from paceline.comm.batches import SharedBatches, as_batch
 from paceline.comm.standing import GONE, LOST, Standing
 
+QUIET_S = 1.0
+"""A rank of which nothing was heard for so long counts as stopped: others do not wait for it."""
 OUTCOMES_KEPT = 8
 """Of how many rendezvous the outcome is remembered."""
 
@@ -101,6 +103,7 @@ class Registrar:
         self._silent_s = [0.0] * size
         self._heard: set[int] = set()
         self._stopped: set[int] = set()
+        self._quiet: set[int] = set()
 
     # Orders --------------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ class Registrar:
             reply = {"value": self._do(rank, incarnation, order)}
         except LeftOut:
             reply = {"left_behind": True}
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         kept["last"] = number
         kept["replies"][str(number)] = reply
@@ -184,6 +187,7 @@ class Registrar:
         entry.standing, entry.reason = standing, reason
         self._batches.take_back(rank)
         self._stopped.discard(rank)
+        self._quiet.discard(rank)
         self._decide()
         self._changed()
 
@@ -212,20 +216,21 @@ class Registrar:
         """Hear from a rank, or from its host, that it runs."""
         if 0 <= rank < self.size and self._is_present(rank, incarnation):
             self._hear(rank)
-            self._note_stopped(rank, False)
+            self._note(self._stopped, rank, False)
 
     def hear_stopped(self, rank: int, incarnation: int) -> None:
         """Hear from the host of a rank that its process is stopped."""
         if 0 <= rank < self.size and self._is_present(rank, incarnation):
-            self._note_stopped(rank, True)
+            self._note(self._stopped, rank, True)
 
     def _hear(self, rank: int) -> None:
         self._heard.add(rank)
         self._silent_s[rank] = 0.0
+        self._note(self._quiet, rank, False)
 
-    def _note_stopped(self, rank: int, stopped: bool) -> None:
-        if stopped != (rank in self._stopped):
-            self._stopped ^= {rank}
+    def _note(self, ranks: set[int], rank: int, whether: bool) -> None:
+        if whether != (rank in ranks):
+            ranks ^= {rank}
             self._changed()
 
     def pass_time(self, seconds: float) -> None:
@@ -241,6 +246,7 @@ class Registrar:
             if entry.standing not in (Standing.JOINING, Standing.HERE) or rank in heard or not some:
                 continue
             self._silent_s[rank] += seconds
+            self._note(self._quiet, rank, self._silent_s[rank] >= QUIET_S)
             if self._silent_s[rank] >= self._dead_s:
                 how = "it has been stopped" if rank in self._stopped else "nothing was heard of it"
                 self._strike(rank, Standing.STOPPED, f"{how} for {self._silent_s[rank]:.1f} s")
@@ -338,7 +344,7 @@ class Registrar:
             "finished": self._finished,
             "call": self._call,
             "outcomes": {str(number): outcome for number, outcome in self._outcomes.items()},
-            "stopped": sorted(self._stopped),
+            "stopped": sorted(self._stopped | self._quiet),
         }
 
     def lost(self) -> list[int]:

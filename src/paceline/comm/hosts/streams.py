@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MOST_BYTES = 1 << 35
+"""The longest message."""
 PART_BYTES = 1 << 18
 """The most bytes of a message in one part."""
 WINDOW = 64
@@ -153,7 +155,7 @@ class InStream:
             return None
         if part.first:
             self._meta, self._filled = part.meta, 0
-            self._body = torch.empty(part.total, dtype=torch.uint8)
+            self._body = _room_for(part.total)
         end = self._filled + len(part.chunk)
         if end > len(self._body):
             raise ValueError("a part does not fit into its message")
@@ -165,3 +167,10 @@ class InStream:
             raise ValueError("a message ends before its last byte")
         body, self._body = self._body, torch.empty(0, dtype=torch.uint8)
         return self._meta, body
+
+
+def _room_for(total: int) -> Tensor:
+    """Room for a message; refuses a length that no message of ours has."""
+    if total > MOST_BYTES:
+        raise ValueError(f"a message of {total} bytes")
+    return torch.empty(total, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Receipt, Topic, host_copy
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import PUBLISHED, Published, check_fit
 from paceline.errors import MessageMismatch
 
@@ -47,12 +47,13 @@ class HostsWindows:
 
     Args:
         link: the connections of the rank.
-        serves: whether this rank is a server, whose windows its successor needs.
+        workers: how many of the ranks, the first ones, are workers; the others are servers, whose
+            windows their successors need.
         elastic: whether the run goes on when a rank is lost.
     """
 
-    def __init__(self, link: RankLink, serves: bool, elastic: bool) -> None:
-        self._link, self._serves, self._elastic = link, serves, elastic
+    def __init__(self, link: RankLink, workers: int, elastic: bool) -> None:
+        self._link, self._workers, self._elastic = link, workers, elastic
         self._own: dict[int, WindowVersion] = {}
         self._held: dict[tuple[int, int], WindowVersion] = {}
         self._requests, self._answers = count(1), dict[int, WindowVersion | None]()
@@ -86,7 +87,10 @@ class HostsWindows:
         return version
 
     def _is_copied(self, window: int) -> bool:
-        return self._serves or window != PUBLISHED
+        return self._serves(self._link.rank) or window != PUBLISHED
+
+    def _serves(self, rank: int) -> bool:
+        return rank >= self._workers
 
     def _copy(self, window: int, number: int) -> None:
         """Give the holder a copy of a window."""
@@ -126,7 +130,7 @@ class HostsWindows:
         self._copies = [
             (number, receipt) for number, receipt in self._copies if not receipt.has_come
         ]
-        if not self._copies or not self._serves:
+        if not self._copies or not self._serves(self._link.rank):
             return None
         last = self._copied
         return lambda: all(n > last or receipt.has_come for n, receipt in self._copies)
@@ -151,21 +155,24 @@ class HostsWindows:
         if src == own and window in self._own:
             return self._own[window].published
         if src != own:
-            found = self._ask([src], src, window)
+            found = self._ask([src], src, window, patient=gone or self._serves(src))
             if found is not None or not gone:
                 return found
         if not gone:
             return None
         others = [rank for rank in self._link.check().alive if rank not in (src, own)]
-        found = self._ask(others, src, window)
+        found = self._ask(others, src, window, patient=True)
         held = self._held.get((src, window))
         if held is not None and (found is None or held.version > found.version):
             return held.published
         return found
 
-    def _ask(self, ranks: list[int], owner: int, window: int) -> Published | None:
-        """Ask ranks for a window of ``owner``; the newest version that one of them has."""
-        watch = Watch(f"peek at rank {owner}", self._link.limits)
+    def _ask(self, ranks: list[int], owner: int, window: int, patient: bool) -> Published | None:
+        """Ask ranks for a window of ``owner``; the newest version that one of them has.
+
+        Unless this rank is ``patient``, it does not wait for those that are stopped.
+        """
+        watch = self._link.watch(f"peek at rank {owner}")
         with self._link.changed:
             roll = self._link.check()
             asked: dict[int, tuple[int, int]] = {}
@@ -180,7 +187,9 @@ class HostsWindows:
                 missing = [
                     rank
                     for number, (rank, incarnation) in asked.items()
-                    if number not in self._answers and roll.why_gone(rank, incarnation) is None
+                    if number not in self._answers
+                    and (patient or rank not in roll.view.stopped)
+                    and roll.why_gone(rank, incarnation) is None
                 ]
                 if not missing:
                     break

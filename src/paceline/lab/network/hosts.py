@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +51,7 @@ printf '%s\\n' "$2" > /mnt/hosts
 mount --bind /mnt/hosts /etc/hosts
 umount -l /mnt
 echo ready
-trap '' CHLD
-exec cat > /dev/null
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 """The first process of a host: it ends with its standard input, and leaves no zombie."""
 
@@ -181,7 +181,11 @@ class HostNetwork:
         with self.popen(
             host, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
-            output, errors = process.communicate()
+            try:
+                output, errors = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
         if process.returncode:
             raise PacelineError(f"{' '.join(command)}: {errors.strip()}")
         return str(output)
@@ -211,13 +215,12 @@ class HostNetwork:
         if self._switch is not None:
             self._tell_switch(f"leave {host}")
         self._end(ended)
-        self._ip(self._hub_pid, f"link delete port{host}")
+        with suppress(UsageError):  # the kernel removes it with the host, at once or later
+            self._ip(self._hub_pid, f"link delete port{host}")
 
     @staticmethod
     def _end(host: _Host) -> None:
         os.kill(host.init, signal.SIGKILL)
-        for process in host.processes:
-            process.go_on()
         host.holder.communicate()  # the kernel has ended all others before
         for process in host.processes:
             process.wait()

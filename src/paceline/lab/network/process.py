@@ -11,12 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+_POLL_S = 0.005
+
 
 class HostProcess(subprocess.Popen[Any]):
-    """A process on a host. Signals go to the process itself, as does what it returns.
+    """A process on a host. Signals go to the process itself, and its exit code comes back.
 
     ``pid`` is a process on this machine that waits for the one on the host: only a child can be in
-    another namespace of processes.
+    another namespace of processes. It stops when its child stops.
     """
 
     @cached_property
@@ -27,26 +29,43 @@ class HostProcess(subprocess.Popen[Any]):
     def send_signal(self, sig: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.inner_pid, sig)
-        if sig in (signal.SIGCONT, signal.SIGKILL):
-            self.go_on()
 
-    def go_on(self) -> None:
-        """Continue the process that waits: it stops when the process on the host stops."""
-        super().send_signal(signal.SIGCONT)
+    def poll(self) -> int | None:
+        """The exit code, if the process has ended."""
+        waits = super().poll() is None
+        with suppress(ProcessLookupError):
+            if waits and _state(self.pid) == "T" and _state(self.inner_pid) != "T":
+                os.kill(self.pid, signal.SIGCONT)
+        return super().poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended; return its exit code."""
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until_s is not None and timeout is not None and time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(_POLL_S)
+        return code
 
 
 def only_child(process: subprocess.Popen[Any]) -> int:
     """The child of a process that has one, as soon as it has it."""
-    while process.poll() is None:
+    while subprocess.Popen.poll(process) is None:
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _parent(entry) == process.pid:
+            if entry.name.isdigit() and _stat(int(entry.name))[1:2] == [str(process.pid)]:
                 return int(entry.name)
-        time.sleep(0.001)
+        time.sleep(_POLL_S)
     raise ProcessLookupError(f"process {process.pid} has ended")
 
 
-def _parent(entry: Path) -> int | None:
+def _state(pid: int) -> str:
+    """T: stopped; empty if there is no such process."""
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The state of a process, its parent, and more."""
     try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
-        return None
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
