@@ -40,7 +40,7 @@ def train(worker):
 def page_commands():
     """The commands of the page on clusters: the launcher's, and the agent's."""
     text = (ROOT / "docs" / "clusters.md").read_text()
-    return re.findall(r"^paceline run .*$", text, re.M)
+    return re.findall(r"^paceline run .*(?:--listen|--join) .*$", text, re.M)
 
 
 def start(command, folder, address):
