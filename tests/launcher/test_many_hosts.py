@@ -243,7 +243,7 @@ print(answer[12:32].rstrip(bytes(1)).decode())
 )
 def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
     need_hosts()
-    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1))
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
     how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first, second = (
