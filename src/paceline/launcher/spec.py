@@ -308,9 +308,23 @@ class InitSpec(OnDevice):
 
     Args:
         rank_order: sum in rank order, for the same bits as other transports; slower.
+        transport: ``distributed`` for gloo and nccl, or ``hosts``, where asynchronous methods go
+            on without a lost rank.
+        token_file: a file that holds the token of a run over ``hosts``; by default
+            ``PACELINE_TOKEN``, or the file ``run.token``.
     """
 
     rank_order: bool = False
+    transport: str = "distributed"
+    token_file: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("transport", self.transport, ("distributed", "hosts"))
+        if self.token_file is not None and self.transport != "hosts":
+            raise UsageError(f"token_file ({self.token_file}) must not be given without hosts")
+        if self.rank_order and self.transport == "hosts":
+            raise UsageError("rank_order must not be given with transport (hosts), which has it")
 
 
 def takes(spec: Callable[P, S]) -> Callable[[Callable[[S], R]], Callable[P, R]]:

@@ -170,7 +170,7 @@ TRANSPORTS = {
 
 
 def connect_under_launcher(process: Launched, limits: Limits, rank_order: bool) -> Ports:
-    """Connect a process of another launcher; such a run survives no loss, has no checkpoints."""
+    """Connect a process of another launcher by torch.distributed; such a run survives no loss."""
     from paceline.comm.solo import solo_ports
     from paceline.comm.torch_distributed.connect import connect_launched
 
