@@ -78,6 +78,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
     except RunLost as end:
         raise end.loss from None
     workers = workers_in(spec.method, ports.size) if ports.size > 1 else 1
+    spec.check_global_batch(workers)
     files = RankFiles(spec.out, ports.rank, trace=spec.trace)
 
     def log(record: Metric) -> None:
@@ -94,6 +95,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         seed=spec.seed,
         device=spec.device_of(process.local_rank),
         listener=Listener(metric=log, event=print_event),
+        global_batch=spec.global_batch,
     )
     try:
         with noting_origin(session):
@@ -147,6 +149,7 @@ def train_launched(
             "spec": strategy_spec(session.strategy),
             "workers": session.size,
             "seed": spec.seed,
+            "global_batch": spec.global_batch,
             "arguments": dict(arguments),
         }
         write_result(Path(spec.out), vars(result), config)

@@ -48,6 +48,9 @@ class RunSpec:
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it arrives.
         trace: whether to write a trace to ``out``; replays and timelines need it.
+        global_batch: the samples of all workers in a step of a synchronous method. Each worker
+            gets an equal share, also when workers come and go, whatever the batch size of its
+            loader.
     """
 
     strategy: str | Strategy = "allreduce"
@@ -56,10 +59,24 @@ class RunSpec:
     out: str | PathLike[str] | None = None
     on_metric: OnMetric | None = None
     trace: bool = True
+    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
+        if self.global_batch is not None and not self.method.synchronous:
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must not be used with"
+                f" {strategy_name(self.method)}: it is asynchronous, and its workers take batches"
+                " one by one"
+            )
+
+    def check_global_batch(self, workers: int) -> None:
+        """Refuse a global batch that has no sample for some worker."""
+        if self.global_batch is not None and self.global_batch < workers:
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must be at least workers ({workers})"
+            )
 
     @functools.cached_property
     def method(self) -> Strategy:
@@ -182,6 +199,7 @@ class LaunchSpec(Started, OnDevice):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_real_workers(self.workers, self.method)
+        self.check_global_batch(self.workers)
         self.device_of(0)
         one_of("transport", self.transport, TRANSPORTS)
         if self.many_hosts is not None and not TRANSPORTS[self.transport].spans_hosts:
@@ -241,6 +259,7 @@ class SimulationSpec(Started):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_virtual_workers(self.workers, self.method)
+        self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)
 
     @functools.cached_property

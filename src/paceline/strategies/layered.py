@@ -87,6 +87,7 @@ class Layered(RoleStrategy):
         a gradient with the next step's learning rate while that warms up; here it is its own.""",
     )
     defers: ClassVar[bool] = True
+    divides_anew: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("steps", "behind")
 

@@ -86,6 +86,7 @@ class Session(RankListener):
         listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
         checkpointing: makes the rank's part of checkpoints, if there are any.
+        global_batch: the samples of all workers in a step; None: what their loaders say.
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
@@ -111,7 +112,9 @@ class Session(RankListener):
         listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
+        global_batch: int | None = None,
     ) -> None:
+        self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
@@ -431,21 +434,26 @@ class Session(RankListener):
             "loaders": [tuple(loader.position) for loader in self.loaders.values()],
             "epochs_done": self.epochs_done,
             "collectives_done": self.all_ranks.collectives_done,
-            "incarnations": self._incarnations(),
+            "incarnations": self.who_divides(),
         }
 
-    def _incarnations(self) -> dict[int, int]:
-        """The incarnation of each worker that takes part in collectives of all."""
+    def who_divides(self) -> dict[int, int]:
+        """The workers that divide the data of loaders, as far as all know, and their incarnations.
+
+        Those are the members after the last collective of all workers.
+        """
         comm = self.all_ranks
-        seats = comm.seats or Seats((rank, 1) for rank in range(self.size))
-        return {rank: seats.taken[rank] for rank in comm.present if rank in seats.taken}
+        if not self.strategy.divides_anew:
+            return dict.fromkeys(range(self.size), 1)
+        taken = {} if comm.seats is None else comm.seats.taken
+        return {rank: taken.get(rank, 1) for rank in comm.present if rank < self.size}
 
     def fitted(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state that another run has saved, with the incarnations and collectives of this one."""
         if "incarnations" not in state:  # of an earlier version
             return state
         self.all_ranks.collectives_done = state["collectives_done"]
-        then, now = state["incarnations"], self._incarnations()
+        then, now = state["incarnations"], self.who_divides()
         places = [Position(*place) for place in state["loaders"]]
         fitted = [
             place
