@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+
+import paceline as pl
 from tests.support import growing
 from tests.support.growing import SAMPLES, finals, plain_training, seen
 from tests.support.runs import happened
-
-import paceline as pl
 
 TRANSPORTS = ["shared_memory", "hosts"]
 LIMITS = pl.Limits(dead_s=1.0)

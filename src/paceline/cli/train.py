@@ -177,9 +177,7 @@ def replay_run(
         screen.say(f"Replaying {path}, a run of {task.reference['name']} in {source}")
         method, seed = _recorded_method(run), run.config["seed"]
     together = run.config.get("global_batch")
-    job = Job(
-        task=task, strategy=method, seed=seed, out=out, trace=trace, global_batch=together
-    )
+    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace, global_batch=together)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)
     show_result(screen, result, task.name, cluster.name, _compared(run, difference))

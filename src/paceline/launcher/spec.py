@@ -64,11 +64,13 @@ class RunSpec:
     def __post_init__(self) -> None:
         _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
-        if self.global_batch is not None and not self.method.synchronous:
+        why = "its workers do not learn who is lost" if not self.method.divides_anew else ""
+        if not self.method.synchronous:
+            why = "it is asynchronous, and its workers take batches one by one"
+        if self.global_batch is not None and why:
+            name = strategy_name(self.method)
             raise UsageError(
-                f"global_batch ({self.global_batch}) must not be used with"
-                f" {strategy_name(self.method)}: it is asynchronous, and its workers take batches"
-                " one by one"
+                f"global_batch ({self.global_batch}) must not be used with {name}: {why}"
             )
 
     def check_global_batch(self, workers: int) -> None:

@@ -147,9 +147,9 @@ def run_ranks(
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
-    lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away`` were
-    lost before the run, and are not started. In ``folder`` is the
-    socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
+    lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away``
+    were lost before the run, and are not started. In ``folder`` is the socket that accepts requests
+    to add a worker. The run's clock starts at ``start_s``. A keeper
     holds memory of ``device``, if one is given, through which ranks on that device communicate.
     With ``hosts``, ranks are on this host and on others, whose agents join first.
     """

@@ -74,8 +74,9 @@ class Layered(RoleStrategy):
         faults="""A slow worker slows all to its pace. A dead or stopped one ends the run,
         naming it; or, with on_loss="continue", it is left out, and the mean is that of the
         others. When a communicator is lost then, its group goes on through the next one, which
-        hands out again what the group may have missed; the only one is followed by another. A
-        worker that runs out of data takes part with weight 0; it ends with the same parameters.""",
+        hands out again what the group may have missed; the only one is followed by another. No
+        worker can join in mid-run. A worker that runs out of data takes part with weight 0; it
+        ends with the same parameters.""",
         bytes="""At each step a worker sends and is sent the size of the gradient, and each
         communicator hands it in once more; each message carries 24 bytes and 8 for each
         parameter tensor with it.""",

@@ -379,8 +379,8 @@ class _Map:
         assert not isinstance(order, list)
         division.begin(self._whole(order), resume_at.division)
         if resume_at.division is None:  # what was saved by an earlier version says only how many
-            for _, division.used in islice(division.draw(), resume_at.taken):
-                pass
+            for _, end in islice(division.draw(), resume_at.taken):
+                division.used = end
 
     def __len__(self) -> int:
         return self.length(self._epoch)
