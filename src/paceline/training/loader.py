@@ -255,8 +255,7 @@ class PacedLoader:
     def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
         session = self._session
-        members = session.who_divides()
-        return LastCollective(session.all_ranks.collectives_done, tuple(members.items()))
+        return LastCollective(session.all_ranks.collectives_done, session.who_divides())
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""
