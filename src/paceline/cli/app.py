@@ -18,6 +18,7 @@ from paceline.cli.options import (
     CheckpointOptions,
     Device,
     FaultOptions,
+    GlobalBatchSize,
     NoTrace,
     OutputOptions,
     Repeats,
@@ -96,6 +97,7 @@ def run(
     transport: TransportName = None,
     device: Device = "cpu",
     no_trace: NoTrace = False,
+    global_batch: GlobalBatchSize = None,
     on: Annotated[
         str | None, Option("--on", help="ray: have the workers on the nodes of a Ray cluster.")
     ] = None,
@@ -146,7 +148,8 @@ def run(
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), Path(join))
         return
-    job, screen = _job(training, strategy, saving, no_trace), training.screen()
+    job = _job(training, strategy, saving, no_trace, global_batch)
+    screen = training.screen()
     policy = {**injected.policy(), **saving.policy()}
     if on is not None:
         one_of("on", on, ("ray",))
@@ -176,6 +179,7 @@ def sim(
     ] = CLUSTER,
     as_model: AsModel = None,
     no_trace: NoTrace = False,
+    global_batch: GlobalBatchSize = None,
     replay: Annotated[
         Path | None,
         Option(
@@ -190,7 +194,7 @@ def sim(
         refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saving, no_trace)
+    job = _job(training, strategy, saving, no_trace, global_batch)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy()}
@@ -209,13 +213,24 @@ def _exit_if_failed(result: Result) -> None:
 
 
 def _job(
-    training: TrainingOptions, strategy: str, saving: CheckpointOptions, no_trace: bool
+    training: TrainingOptions,
+    strategy: str,
+    saving: CheckpointOptions,
+    no_trace: bool,
+    global_batch: int | None,
 ) -> Job:
     if saving.resume and training.out is None:
         raise UsageError("--resume needs --out, the folder of the run to resume")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
-    return Job(task=task, strategy=method, seed=training.seed, out=training.out, trace=not no_trace)
+    return Job(
+        task=task,
+        strategy=method,
+        seed=training.seed,
+        out=training.out,
+        trace=not no_trace,
+        global_batch=global_batch,
+    )
 
 
 @command(app, epilog=_CLUSTERS)

@@ -48,6 +48,9 @@ class RunSpec:
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it arrives.
         trace: whether to write a trace to ``out``; replays and timelines need it.
+        global_batch: the samples of all workers in a step of a synchronous method. Each worker
+            gets an equal share, also when workers come and go, whatever the batch size of its
+            loader.
     """
 
     strategy: str | Strategy = "allreduce"
@@ -56,10 +59,26 @@ class RunSpec:
     out: str | PathLike[str] | None = None
     on_metric: OnMetric | None = None
     trace: bool = True
+    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
+        why = "its workers do not learn who is lost" if not self.method.divides_anew else ""
+        if not self.method.synchronous:
+            why = "it is asynchronous, and its workers take batches one by one"
+        if self.global_batch is not None and why:
+            name = strategy_name(self.method)
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must not be used with {name}: {why}"
+            )
+
+    def check_global_batch(self, workers: int) -> None:
+        """Refuse a global batch that has no sample for some worker."""
+        if self.global_batch is not None and self.global_batch < workers:
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must be at least workers ({workers})"
+            )
 
     @functools.cached_property
     def method(self) -> Strategy:
@@ -193,6 +212,7 @@ class LaunchSpec(Started, OnDevice):
         if self.on is None:  # what Ray has is Ray's to say
             check_real_workers(self.workers, self.method)
             self.device_of(0)
+        self.check_global_batch(self.workers)
         one_of("transport", self.world, TRANSPORTS)
         self._check_hosts()
         self._check_losses()
@@ -289,6 +309,7 @@ class SimulationSpec(Started):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_virtual_workers(self.workers, self.method)
+        self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)
 
     @functools.cached_property

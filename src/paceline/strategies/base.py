@@ -56,6 +56,8 @@ class Traits(Place):
         equal_rates: whether replicas are equal only while all workers step with the same learning
             rates. Then rates that differ are an error. Workers of such a method publish nothing:
             what they show each other are their rates.
+        divides_anew: whether workers of a synchronous method learn of losses by collectives of all
+            ranks; then they divide the data anew.
         resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
         state: the attributes of a worker that a checkpoint holds, beside those of base classes.
     """
@@ -67,6 +69,7 @@ class Traits(Place):
     defers: ClassVar[bool] = False
     adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False
+    divides_anew: ClassVar[bool] = True
     resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
 

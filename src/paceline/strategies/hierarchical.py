@@ -68,9 +68,9 @@ class Hierarchical(Lockstep):
     about = About(
         faults="""A slow worker slows its group at each average of the group, and all at each
         average of all. A dead or stopped one ends the run, naming it; or, with
-        on_loss="continue", the others go on, without its last steps. A worker that runs out of
-        data adds its last steps to the next averages and then takes part with weight 0; it ends
-        with the same parameters.""",
+        on_loss="continue", the others go on, without its last steps, and take in workers that
+        come after an average of all. A worker that runs out of data adds its last steps to the
+        next averages and then takes part with weight 0; it ends with the same parameters.""",
         bytes="""Each worker hands in the size of the model every group_interval steps; every
         interval steps it goes to all, else no further than its group.""",
         when_to_use="""Two tiers of links, equal machines. The learning rate is that of one

@@ -49,7 +49,7 @@ class CatchingUp:
                 self.arrive()
 
     def arrive(self) -> None:
-        """Restore the state, if this worker is on its way to one: from here on everything counts."""
+        """Restore the state, if this worker is on its way to one: from here on all counts."""
         session, state = self._session, self._state
         if not state:
             return

@@ -107,7 +107,8 @@ class CountAgreement(CallAgreement):
     """Agrees on checkpoints where workers keep step: each counts its steps by itself.
 
     The first worker calls for a step that no worker can have made yet. A rendezvous has the number
-    of its step. A worker that was taken in counts the steps of the others.
+    of its step. A worker that a synchronous method has taken in counts the steps of the others. One
+    that came later, or again, to another method counts its own: then there are no checkpoints.
 
     Args:
         drift: how many steps workers can be apart.
@@ -119,7 +120,7 @@ class CountAgreement(CallAgreement):
 
     def call(self, steps: int, due: bool, stop: bool) -> bool:
         last = self.rendezvous.last_call()
-        if not due or last.number > self.answered:
+        if not due or last.number > self.answered or self._counts_differ():
             return False
         self.rendezvous.call(last.number, steps + self._drift + 1, stop, 0)
         return True
@@ -127,11 +128,21 @@ class CountAgreement(CallAgreement):
     def after_step(self, steps: int) -> Call | None:
         call = self.rendezvous.last_call()
         called = call.number > self.answered and steps >= call.step
+        if self._counts_differ():
+            return None
         if called:
             self.answered = call.number
         return (
             self.summoned(steps, called and call.stop) if called or self.is_regular(steps) else None
         )
+
+    def _counts_differ(self) -> bool:
+        """Whether workers may count different steps: one was lost, came again, or comes late."""
+        if self._session.strategy.synchronous:
+            return False
+        view, everyone = self._roll.view(), self._everyone
+        again = any(view.incarnations[rank] > 1 for rank in everyone)
+        return bool(view.lost) or again or len(self._roll.starters) < len(everyone)
 
     def summoned(self, number: int, stop: bool) -> Call | None:
         """The call of this step; None if others are at a later one, or the method cannot."""

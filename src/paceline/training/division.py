@@ -97,6 +97,7 @@ class Division:
         self._epoch_samples = self._end = self.used = 0
         self._given: list[GlobalBatch] = []
         self._last: LastCollective | None = None
+        self._known: tuple[tuple[Member, ...], tuple[int, int]] = (), (0, 0)
         self.save()
 
     def begin(self, order: Indices, saved: Mapping[str, Any] | None) -> None:
@@ -128,21 +129,19 @@ class Division:
         self._last = now
         if last is None:
             return False
-        again = self._lost(last, now)
         had = [batch for batch in self._given if batch.end <= self.used]
-        ahead = self._given[len(had) :]
-        self._given = [*(had if now.number == last.number else []), *ahead]
-        if now.members == last.members:
+        ahead, kept = self._given[len(had) :], had if now.number == last.number else []
+        if now.members is last.members or now.members == last.members:
+            self._given = [*kept, *ahead]
             return False
-        self._given = self._given[: len(self._given) - len(ahead)]
-        self._end = self.used
-        self._order = np.concatenate([self._order, *again])
+        self._order = np.concatenate([self._order, *self._lost(last, now)])
+        self._given, self._end = kept, self.used
         return True
 
     def _lost(self, last: LastCollective, now: LastCollective) -> list[Indices]:
         """The parts of those who were lost, of the batches that the loop has had since ``last``."""
-        workers = len(last.members)
-        lost = [index for index, member in enumerate(last.members) if member not in now.members]
+        workers, here = len(last.members), {*now.members}
+        lost = [index for index, member in enumerate(last.members) if member not in here]
         had = [batch.samples for batch in self._given if batch.end <= self.used]
         parts = [part_of(batch, workers, index) for batch in had for index in lost]
         return [part for part in parts if len(part)]
@@ -156,17 +155,23 @@ class Division:
         """This worker's batches of the rest of the epoch, and how far each goes in the order."""
         assert self._last is not None  # since it has begun
         while self._end < len(self._order):
-            members, rest = self._last.members, len(self._order) - self._end
-            size = self._size(len(members))
+            index, workers = self._place(self._last.members)
+            size, rest = self._size(workers), len(self._order) - self._end
             if rest < 2 * size:
-                size = global_batches(rest, size, len(members))[0]
+                size = global_batches(rest, size, workers)[0]
             batch = self._order[self._end : self._end + size]
             self._end += size
             self._given.append(GlobalBatch(self._end, batch))
-            index = [rank for rank, _ in members].index(self._worker)
-            own = part_of(batch, len(members), index)
+            own = part_of(batch, workers, index)
             if len(own):
                 yield own, self._end
+
+    def _place(self, members: tuple[Member, ...]) -> tuple[int, int]:
+        """The index of this worker among the members, and how many they are."""
+        if members is not self._known[0]:
+            index = next(i for i, (rank, _) in enumerate(members) if rank == self._worker)
+            self._known = members, (index, len(members))
+        return self._known[1]
 
     @property
     def share(self) -> float:

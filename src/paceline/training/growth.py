@@ -15,11 +15,13 @@ to the end of its data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.checkpoint.states import pack_state, unpack_state
+from paceline.comm.comm import Comm
 from paceline.comm.ports import Roster
 from paceline.errors import PeerLost
 
@@ -41,9 +43,14 @@ class Growth:
     def __init__(self, session: Session) -> None:
         self._session, self._comm = session, session.all_ranks
         self._put_off = False
-        workers = range(session.size) if session.rank < session.size else [session.rank]
-        self._workers = self._comm.group(workers)
-        self._measuring = self._comm.group(workers, metered=False)
+
+    @cached_property
+    def _workers(self) -> Comm:
+        return self._comm.group(range(self._session.size))
+
+    @cached_property
+    def _measuring(self) -> Comm:
+        return self._comm.group(range(self._session.size), metered=False)
 
     # A member ------------------------------------------------------------------------------------
 

@@ -103,6 +103,11 @@ class PacedLoader:
         self.plain = loader
         streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if streams else _Map(self)
+        if session.global_batch is not None and self.division is None:
+            raise UsageError(
+                f"global_batch ({session.global_batch}) needs data that workers divide: a map-style"
+                ' data set, data="shard", and no batch_sampler'
+            )
         self.queue = number if sharing == "queue" else None
         self._pass: Pass | None = None
         self._resume_at: Position | None = None
@@ -249,10 +254,8 @@ class PacedLoader:
 
     def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
-        comm, workers = self._session.all_ranks, self._session.size
-        taken = {} if comm.seats is None else comm.seats.taken
-        members = tuple((rank, taken.get(rank, 1)) for rank in comm.present if rank < workers)
-        return LastCollective(comm.collectives_done, members)
+        session = self._session
+        return LastCollective(session.all_ranks.collectives_done, session.who_divides())
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""
@@ -375,8 +378,8 @@ class _Map:
         assert not isinstance(order, list)
         division.begin(self._whole(order), resume_at.division)
         if resume_at.division is None:  # what was saved by an earlier version says only how many
-            for _, division.used in islice(division.draw(), resume_at.taken):
-                pass
+            for _, end in islice(division.draw(), resume_at.taken):
+                division.used = end
 
     def __len__(self) -> int:
         return self.length(self._epoch)
@@ -420,7 +423,7 @@ class _Map:
 
     def _size(self, workers: int) -> int:
         """The size of a global batch of so many workers."""
-        return self._recipe.batch_size * workers
+        return self._session.global_batch or self._recipe.batch_size * workers
 
     def _whole(self, order: Indices) -> Indices:
         """``order`` without its last incomplete global batch, if the loader drops that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,7 @@ class Session(RankListener):
         listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
         checkpointing: makes the rank's part of checkpoints, if there are any.
+        global_batch: the samples of all workers in a step; None: what their loaders say.
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
@@ -111,7 +112,9 @@ class Session(RankListener):
         listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
+        global_batch: int | None = None,
     ) -> None:
+        self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
@@ -133,6 +136,7 @@ class Session(RankListener):
         self.pending = PendingBatches(ports.queue.mark_used, self._forget)
         self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
+        self._divides: tuple[Sequence[int], int, tuple[tuple[int, int], ...]] | None = None
         self.catching = CatchingUp(self)
         grows = agreed and elastic and self.rank < workers and strategy.takes_workers_in
         self.growth = Growth(self) if grows else None
@@ -431,21 +435,30 @@ class Session(RankListener):
             "loaders": [tuple(loader.position) for loader in self.loaders.values()],
             "epochs_done": self.epochs_done,
             "collectives_done": self.all_ranks.collectives_done,
-            "incarnations": self._incarnations(),
+            "incarnations": dict(self.who_divides()),
         }
 
-    def _incarnations(self) -> dict[int, int]:
-        """The incarnation of each worker that takes part in collectives of all."""
-        comm = self.all_ranks
-        seats = comm.seats or Seats((rank, 1) for rank in range(self.size))
-        return {rank: seats.taken[rank] for rank in comm.present if rank in seats.taken}
+    def who_divides(self) -> tuple[tuple[int, int], ...]:
+        """The workers that divide the data of loaders, as far as all know, and their incarnations.
+
+        Those are the members after the last collective of all workers.
+        """
+        comm, seats = self.all_ranks, self.all_ranks.seats
+        seen = comm.present, 0 if seats is None else seats.version
+        if self._divides is None or self._divides[0] is not seen[0] or self._divides[1] != seen[1]:
+            taken = {} if seats is None else seats.taken
+            members = ((rank, taken.get(rank, 1)) for rank in comm.present if rank < self.size)
+            everyone = ((rank, 1) for rank in range(self.size))
+            among = tuple(members if self.strategy.divides_anew else everyone)
+            self._divides = (*seen, among)
+        return self._divides[2]
 
     def fitted(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state that another run has saved, with the incarnations and collectives of this one."""
         if "incarnations" not in state:  # of an earlier version
             return state
         self.all_ranks.collectives_done = state["collectives_done"]
-        then, now = state["incarnations"], self._incarnations()
+        then, now = state["incarnations"], dict(self.who_divides())
         places = [Position(*place) for place in state["loaders"]]
         fitted = [
             place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.comm.ports import MAILBOX_CAPACITY, PUBLISHED, SHELF, SHELVES
 
-MAX_GROUPS, MAX_QUEUES = 256, 64
+MAX_GROUPS, MAX_QUEUES = 4096, 64
 MAX_IN_HAND, MAX_RETURNED = 64, 1024
 AHEAD = 2
 """How many collectives of a group may have entries at once: the present one and the next."""

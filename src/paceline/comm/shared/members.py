@@ -199,20 +199,21 @@ class SharedMembers(Members):
                     numbers[rank] = 2 * entry.incarnation + 1
                 shared.words.write(start + 1, tuple(numbers))
                 shared.words[start] = number
-            if shared.words[start] > number:
-                return None
-            roster = self._agreed(take_in)
-            # Whoever asked first may have been killed before it did this.
-            for rank, entry in self._waiting().items() if take_in else ():
-                if rank in roster.joined and (rank, entry.incarnation) in roster.members:
-                    self._table.set(rank, entry._replace(standing=Standing.HERE))
-        return roster
+            return None if shared.words[start] > number else self._carry_out(take_in)
 
-    def _agreed(self, take_in: bool) -> Roster:
+    def _carry_out(self, take_in: bool) -> Roster:
+        """The last roster of a kind, under the lock; all that it takes in are members afterwards.
+
+        Whoever asked for it first may have been killed before it did this.
+        """
         shared = self.shared
         numbers = shared.words.read(shared.layout.agreed(take_in) + 1, shared.size)
         members = tuple((rank, number // 2) for rank, number in enumerate(numbers) if number)
-        return Roster(members, frozenset(r for r, number in enumerate(numbers) if number % 2))
+        roster = Roster(members, frozenset(r for r, number in enumerate(numbers) if number % 2))
+        for rank, entry in self._waiting().items() if take_in else ():
+            if rank in roster.joined and (rank, entry.incarnation) in members:
+                self._table.set(rank, entry._replace(standing=Standing.HERE))
+        return roster
 
     def _waiting(self) -> dict[int, Entry]:
         entries = {rank: self._table[rank] for rank in range(self.shared.size)}
@@ -236,7 +237,8 @@ class SharedMembers(Members):
         if now != entry._replace(standing=Standing.HERE):
             raise LeftBehind
         self._entry = now
-        return self._agreed(take_in=True)
+        with self.shared.locked(self.shared.layout.members):
+            return self._carry_out(take_in=True)
 
     def who_is_here(self) -> tuple[int, ...]:
         """The incarnation of each rank that is alive; 0 for the others."""
