@@ -103,7 +103,7 @@ class Registrar:
         # Not saved: a registrar that takes over counts silence anew.
         self._silent_s = [0.0] * size
         self._heard: set[int] = set()
-        self._quiet_s = 0.0
+        self._none_heard_s = 0.0
         self._stopped: set[int] = set()
         self._quiet: set[int] = set()
 
@@ -244,8 +244,8 @@ class Registrar:
         heard, self._heard = self._heard, set()
         workers = range(self._workers)
         some = any(r in heard or self.roll[r].standing is Standing.LEFT for r in workers)
-        self._quiet_s = 0.0 if some else self._quiet_s + seconds
-        if self._quiet_s > 2 * BEAT_S:
+        self._none_heard_s = 0.0 if some else self._none_heard_s + seconds
+        if self._none_heard_s > 2 * BEAT_S:
             return
         for rank, entry in enumerate(self.roll):
             if entry.standing not in (Standing.JOINING, Standing.HERE) or rank in heard:
