@@ -448,6 +448,10 @@ def faulttest(
     method: Annotated[
         list[str] | None, Option("--method", "-m", help="A method; may be repeated. [default: all]")
     ] = None,
+    world: Annotated[
+        str | None,
+        Option("--world", help="Only runs in this world: simulated or hosts. [default: both]"),
+    ] = None,
     seeds: Annotated[int, Option("--seeds", help="How many seeds for each method.")] = 200,
     seed: Annotated[int, Option("--seed", help="The first seed.")] = 0,
     replay: Annotated[
@@ -468,7 +472,7 @@ def faulttest(
         refuse_together(context, chosen, allowed, "the schedule decides it")
         f.replay(output.screen(), [replay] if replay else f.schedules_in(corpus or Path()))
         return
-    f.show_campaign(output.screen(), method or [], seeds, seed)
+    f.show_campaign(output.screen(), method or [], world, seeds, seed)
 
 
 @command(app)

@@ -136,6 +136,26 @@ def test_a_rank_that_is_heard_again_in_time_is_not_lost():
     assert registrar.lost() == []
 
 
+def test_silence_counts_between_two_beats_of_the_only_other_worker():
+    registrar, _ = three()
+    for tick in range(round(12 * DEAD_S)):
+        if tick % 3 == 0:
+            registrar.hear(0, 1)
+        registrar.pass_time(0.1)
+    assert registrar.lost() == [1, 2]
+
+
+def test_who_wants_to_enter_is_no_sign_of_life_of_the_one_before_it():
+    registrar, (_, _, third) = three()
+    newcomer = Client(registrar, third.rank)
+    for _ in range(round(12 * DEAD_S)):
+        registrar.hear(0, 1)
+        registrar.hear(1, 1)
+        found = newcomer.order("enter", "host", 7, [])
+        registrar.pass_time(0.1)
+    assert found["incarnation"] == 2
+
+
 # Rendezvous --------------------------------------------------------------------------------------
 
 

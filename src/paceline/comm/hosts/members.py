@@ -40,7 +40,9 @@ class HostsMembers(Members):
     def _enter(self) -> None:
         watch = self.link.watch("the entry")
         while "taken" in (found := self.link.begin(self._entry(), self._reset)):
-            # Its predecessor may have died without the registrar knowing of it yet.
+            # Its predecessor may have died without the registrar knowing of it yet. Time in which
+            # the registrar did not reply does not count.
+            watch.look()
             if watch.waited_s > self.link.limits.dead_s + SLACK_S:
                 raise UsageError(f"rank ({self.link.rank}) is taken: {found['taken']}")
             self.link.wire.sleep(TICK_S)

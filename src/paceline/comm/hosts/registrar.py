@@ -16,6 +16,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from paceline.comm.batches import SharedBatches, as_batch
+from paceline.comm.hosts.wire import BEAT_S
 from paceline.comm.standing import GONE, LOST, PRESENT, Standing
 
 QUIET_S = 1.0
@@ -105,6 +106,7 @@ class Registrar:
         # Not saved: a registrar that takes over counts silence anew.
         self._silent_s = [0.0] * size
         self._heard: set[int] = set()
+        self._none_heard_s = 0.0
         self._stopped: set[int] = set()
         self._quiet: set[int] = set()
 
@@ -146,7 +148,7 @@ class Registrar:
             raise ValueError(f"no order {name!r} of rank {rank}")
         if name != "enter" and not self._is_present(rank, incarnation):
             raise LeftOut
-        if name != "leave":
+        if name not in ("enter", "leave"):  # who wants to enter may be another process
             self._hear(rank)
         return _ORDERS[name](self, rank, *arguments)
 
@@ -271,13 +273,16 @@ class Registrar:
         """Strike off those of whom nothing was heard for too long.
 
         Time in which no worker was heard of, and none has come to its end, does not count: nobody
-        misses another then.
+        misses another then. Between two beats of a single worker time does count.
         """
         heard, self._heard = self._heard, set()
         workers = range(self._workers)
         some = any(r in heard or self.roll[r].standing is Standing.LEFT for r in workers)
+        self._none_heard_s = 0.0 if some else self._none_heard_s + seconds
+        if self._none_heard_s > 2 * BEAT_S:
+            return
         for rank, entry in enumerate(self.roll):
-            if entry.standing not in PRESENT or rank in heard or not some:
+            if entry.standing not in PRESENT or rank in heard:
                 continue
             self._silent_s[rank] += seconds
             self._note(self._quiet, rank, self._silent_s[rank] >= QUIET_S)
