@@ -76,7 +76,7 @@ class HostsRun:
         self.struck_s: float | None = None
         self._token, self._began = folder / "token", folder / "began"
         self._began.unlink(missing_ok=True)
-        self._least_s = self._until_strikes_end() if least_s is None else least_s
+        self.least_s = self._until_strikes_end() if least_s is None else least_s
         self._options = {"strategy": method, "seed": seed, **more}
 
     def run(self) -> None:
@@ -118,7 +118,7 @@ class HostsRun:
             arguments={
                 "epochs": scenario.epochs,
                 "incarnations": self._awaited(),
-                "least_s": self._least_s,
+                "least_s": self.least_s,
                 "began": str(self._began),
             },
             **self._options,
