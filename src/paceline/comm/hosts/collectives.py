@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.hosts.link import RankLink, Topic
+from paceline.comm.hosts.link import RankLink, Receipt, Topic
 from paceline.comm.hosts.ways import chain_is_shorter, sum_along, sum_slices, sum_whole
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.comm.ports import Collectives, Factor, Total
@@ -273,7 +273,7 @@ class Participant:
             entries = self._link.check().entries
             return [rank for rank in self.others if entries[rank].incarnation != numbers[rank]]
 
-        self._await(missing)
+        self.await_members(missing)
         entries = self._link.check().entries
         return [entries[rank].host for rank in self.members]
 
@@ -284,11 +284,12 @@ class Participant:
         for rank in self.others:
             self.send(rank, x.numel(), x.new_empty(0, device="cpu"))
 
-    def send(self, rank: int, start: int, piece: Tensor, summed: bool = False) -> None:
+    def send(self, rank: int, start: int, piece: Tensor, summed: bool = False) -> Receipt:
         """Send a part of a vector, or of the sum of all; it must not change before it arrives."""
         phase = _SUMMED if summed else _ARRIVED
         meta = _NAME.pack(*self._name) + _ARRIVAL.pack(phase, start, *self.arrival)
-        self._link.send(rank, Topic.COLLECT, meta, piece, None, self._incarnations[rank])
+        incarnation = self._incarnations[rank]
+        return self._link.send(rank, Topic.COLLECT, meta, piece, None, incarnation)
 
     # Receiving -----------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class Participant:
             MessageMismatch: a member calls something else.
         """
         theirs = self.operation.arrivals
-        self._await(lambda: [rank for rank in self.others if rank not in theirs])
+        self.await_members(lambda: [rank for rank in self.others if rank not in theirs])
         arrivals = {rank: theirs.get(rank, self.arrival) for rank in self.members}
         flags = 0
         for rank, arrival in arrivals.items():
@@ -317,28 +318,9 @@ class Participant:
             total *= self._factor(self._total.weight)
         return total
 
-    def await_pieces(self, ranks: Sequence[int], start: int) -> None:
-        """Wait for one part of the vectors of these members, if they are others."""
-        pieces = self.operation.pieces
-        self._await(lambda: [r for r in ranks if r != self.rank and (r, start) not in pieces])
-
-    def await_sum(self, rank: int, start: int) -> None:
-        """Wait for one part of the sum."""
-        self._await(lambda: [] if (rank, start) in self.operation.sums else [rank])
-
-    def await_any(self, pieces: Sequence[tuple[int, int]], sums: Sequence[tuple[int, int]]) -> None:
-        """Wait until one of these parts of vectors, or one of these parts of the sum, is here."""
-
-        def missing() -> list[int]:
-            found = any(key in self.operation.pieces for key in pieces)
-            found = found or any(key in self.operation.sums for key in sums)
-            return [] if found else [rank for rank, _ in (*pieces, *sums)]
-
-        self._await(missing)
-
     # Waiting, and losses -------------------------------------------------------------------------
 
-    def _await(self, missing: Callable[[], list[int]]) -> None:
+    def await_members(self, missing: Callable[[], list[int]]) -> None:
         """Wait until no member is missing.
 
         Raises:

@@ -3,7 +3,8 @@
 *Whole*: every vector goes to every member, and each member sums them all. One message each way, so
 it is for small vectors, and for two members.
 
-*Slices*: each member gets one slice of every vector, sums it, and sends the sum to the others.
+*Slices*: each member gets one slice of every vector, sums it, and sends the sum to the others. It
+sends to all others alike: who gets ahead of the others would only wait for them later.
 
 *Chain*: each member adds its vector to the sum that it gets from the member before it. The last one
 has the whole sum, which goes back along the chain. A cable carries a vector once in each direction
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.comm.hosts.link import host_copy
+from paceline.comm.hosts.link import Receipt, host_copy
 from paceline.comm.hosts.streams import PART_BYTES
 
 if TYPE_CHECKING:
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 
 LEAST_CHUNK = 1 << 16
 """The fewest bytes that are worth a message of their own."""
-CHUNKS = 64
-"""Into how many chunks a large vector is cut, unless they would be too small or too large."""
+CHUNKS, SLICE_CHUNKS = 64, 16
+"""Into how many chunks a large vector, or a slice of one, is cut, unless they would be too small or
+too large."""
+AHEAD = 6
+"""How many chunks of its vector a member sends to one of the others before all have the first."""
 
 
 def chain_is_shorter(hosts: Sequence[str]) -> bool:
@@ -75,46 +79,92 @@ def sum_whole(part: Participant, x: Tensor) -> Tensor | None:
     contributors = part.meet()
     if not contributors or not x.numel():
         return None
-    part.await_pieces(contributors, 0)
+    part.await_members(lambda: _missing(part, contributors, 0))
     return _sum(part, contributors, vector, 0)
 
 
 def sum_slices(part: Participant, x: Tensor) -> Tensor | None:
     """Sum one slice of all vectors, and get the sums of the other slices."""
-    vector, members = _in_host(x), part.members
-    edges = [x.numel() * index // len(members) for index in range(len(members) + 1)]
-    slices = {
-        rank: chunks_of(stop - start, x.element_size(), start, CHUNKS // 4)
-        for rank, start, stop in zip(members, edges, edges[1:], strict=False)
-    }
     part.announce(x)
-    if part.arrival.weight:
-        _hand_in(part, vector, slices)
     contributors = part.meet()
-    if not contributors:
-        return None
-    result = torch.empty_like(vector)
-    for chunk in slices[part.rank]:
-        part.await_pieces(contributors, chunk.start)
-        total = _sum(part, contributors, vector[chunk.start : chunk.stop], chunk.start)
-        result[chunk.start : chunk.stop] = total
-        for rank in part.others:
-            part.send(rank, chunk.start, total, summed=True)
-    for rank in part.others:
-        for chunk in slices[rank]:
-            part.await_sum(rank, chunk.start)
-            result[chunk.start : chunk.stop] = part.operation.sums.pop((rank, chunk.start))
-    return result
+    return _Slices(part, _in_host(x), contributors).run() if contributors else None
 
 
-def _hand_in(part: Participant, vector: Tensor, slices: dict[int, list[range]]) -> None:
-    """Send each member its slice; each sender begins with another one."""
-    own = part.members.index(part.rank)
-    turns = [*part.members[own + 1 :], *part.members[:own]]
-    for number in range(max(map(len, slices.values()))):
-        for rank in turns:
-            for chunk in slices[rank][number : number + 1]:
-                part.send(rank, chunk.start, vector[chunk.start : chunk.stop])
+class _Slices:
+    """This member's part in an exchange of slices.
+
+    It has yet to send the chunks in ``rounds``, one for each other member, and to sum those in
+    ``own``.
+    """
+
+    def __init__(self, part: Participant, vector: Tensor, contributors: Sequence[int]) -> None:
+        self._part, self._vector, self._result = part, vector, torch.empty_like(vector)
+        self._contributors, self._receipts = contributors, deque[list[Receipt]]()
+        members, size = part.members, len(part.members)
+        edges = [len(vector) * index // size for index in range(size + 1)]
+        self._slices = {
+            rank: chunks_of(stop - start, vector.element_size(), start, SLICE_CHUNKS)
+            for rank, start, stop in zip(members, edges, edges[1:], strict=False)
+        }
+        own = members.index(part.rank)
+        turns = [*members[own + 1 :], *members[:own]]
+        self._own = deque(self._slices[part.rank])
+        self._rounds: deque[list[tuple[int, range]]] = deque()
+        for number in range(max(map(len, self._slices.values())) if part.arrival.weight else 0):
+            chunks = [(rank, chunk) for rank in turns for chunk in self._slices[rank][number:][:1]]
+            self._rounds.append(chunks)
+
+    def run(self) -> Tensor:
+        """Send slices of this vector, sum those that come, and send the sums."""
+        while self._own or self._rounds:
+            if self._own and not self._missing_pieces():
+                self._sum_next()
+            elif self._rounds and not self._behind():
+                self._send_round()
+            else:
+                self._part.await_members(self._missing)
+        for rank in self._part.others:
+            for chunk in self._slices[rank]:
+                self._result[chunk.start : chunk.stop] = self._take_sum(rank, chunk.start)
+        return self._result
+
+    def _missing(self) -> list[int]:
+        """The members that are waited for; none, if something can be done."""
+        waits = [self._missing_pieces()] if self._own else []
+        waits += [self._behind()] if self._rounds else []
+        return sorted({rank for late in waits for rank in late}) if all(waits) else []
+
+    def _missing_pieces(self) -> list[int]:
+        return _missing(self._part, self._contributors, self._own[0].start)
+
+    def _behind(self) -> list[int]:
+        """The members that do not have yet what must arrive before the next round."""
+        if len(self._receipts) < AHEAD:
+            return []
+        return [receipt.rank for receipt in self._receipts[0] if not receipt.has_come]
+
+    def _send_round(self) -> None:
+        if len(self._receipts) == AHEAD:
+            self._receipts.popleft()
+        self._receipts.append(
+            [
+                self._part.send(rank, chunk.start, self._vector[chunk.start : chunk.stop])
+                for rank, chunk in self._rounds.popleft()
+            ]
+        )
+
+    def _sum_next(self) -> None:
+        chunk = self._own.popleft()
+        own = self._vector[chunk.start : chunk.stop]
+        total = _sum(self._part, self._contributors, own, chunk.start)
+        self._result[chunk.start : chunk.stop] = total
+        for rank in self._part.others:
+            self._part.send(rank, chunk.start, total, summed=True)
+
+    def _take_sum(self, rank: int, start: int) -> Tensor:
+        sums = self._part.operation.sums
+        self._part.await_members(lambda: [] if (rank, start) in sums else [rank])
+        return sums.pop((rank, start))
 
 
 def sum_along(part: Participant, x: Tensor) -> Tensor | None:
@@ -152,10 +202,16 @@ class _Chain:
                 total = self._sums.pop(self._wanted_back())
                 self._finish(self._back.popleft(), total)
             else:
-                wanted_ahead = [self._wanted_ahead()] if self._ahead else []
-                wanted_back = [self._wanted_back()] if self._back else []
-                self._part.await_any(wanted_ahead, wanted_back)
+                self._part.await_members(self._missing)
         return self._result
+
+    def _missing(self) -> list[int]:
+        """The neighbors that are waited for; none, if one of them has sent what is needed next."""
+        ahead = [self._wanted_ahead()] if self._ahead else []
+        back = [self._wanted_back()] if self._back else []
+        if any(key in self._pieces for key in ahead) or any(key in self._sums for key in back):
+            return []
+        return [rank for rank, _ in (*ahead, *back)]
 
     def _wanted_ahead(self) -> tuple[int, int]:
         assert self._before is not None
@@ -189,6 +245,12 @@ class _Chain:
 def _in_host(x: Tensor) -> Tensor:
     """A vector in the memory of the host; not a copy, if it is there."""
     return x.detach().cpu().contiguous().view(-1)
+
+
+def _missing(part: Participant, contributors: Sequence[int], start: int) -> list[int]:
+    """The other members whose part of a vector is not here."""
+    pieces = part.operation.pieces
+    return [rank for rank in contributors if rank != part.rank and (rank, start) not in pieces]
 
 
 def _sum(part: Participant, contributors: Sequence[int], own: Tensor, start: int) -> Tensor:
