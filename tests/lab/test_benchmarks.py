@@ -270,3 +270,11 @@ def test_a_cluster_is_recovered_from_the_timeline_of_a_run_on_it(timelines, tmp_
     assert set(measured.compute.trace) == {0.5, 1.0, 1.5}
     assert measured.loading.batch_s == pytest.approx(0.003, rel=0.01)
     assert measured.inside.bytes_per_s == pytest.approx(1e6, rel=0.01)
+
+
+def test_garbage_at_every_listener_stops_nothing():
+    line = [sys.executable, GPU.with_name("fuzz_hosts.py"), "--frames", "300"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = [line.split()[0] for line in ended.stdout.splitlines()[:-2]]
+    assert found == ["agent", "launcher", *["pl-rank-0"] * 2, *["pl-rank-1"] * 2, "pl-registrar"]

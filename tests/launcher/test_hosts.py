@@ -19,8 +19,9 @@ import paceline as pl
 from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.registrar import Registrar
-from paceline.comm.hosts.registrar_process import RegistrarProcess
+from paceline.comm.hosts.registrar_process import at_descriptor
 from paceline.comm.hosts.secret import Secret, new_token
+from paceline.comm.hosts.zeromq import ZmqWire
 from paceline.comm.limits import Limits
 
 WORKERS, SAMPLES = 3, 40
@@ -112,10 +113,10 @@ def listening():
     """A registrar in a thread, and the address at which it listens."""
     token, limits = new_token(), Limits()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = RegistrarProcess(
+        process = at_descriptor(
             Registrar(1, 1, (), limits.dead_s),
             os.dup(listener.fileno()),
-            Journal(Journal.create()),
+            Journal.create(),
             Secret(token, encrypted=True),
             limits,
         )
@@ -126,7 +127,8 @@ def listening():
 def enter(address, secret):
     """Try to enter as rank 0; the link, once the registrar has replied."""
     limits = Limits(progress_limit_s=1.0)
-    link = RankLink(f"tcp://{address[0]}:{address[1]}", "127.0.0.1", 0, secret, limits, ())
+    wire = ZmqWire(secret, limits.dead_s)
+    link = RankLink(f"tcp://{address[0]}:{address[1]}", "127.0.0.1", 0, wire, limits, ())
     try:
         return link.order("enter", "host", 1, [])
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import runs, warm
-from support.namespaces import need_hosts
+from support.namespaces import need_hosts, wait_until
 from support.worlds import on_hosts
 
 import paceline as pl
@@ -32,14 +33,14 @@ from support import runs
 def train(worker):
     if worker.rank == {broken}:
         raise KeyError("no such thing")
-    runs.train_through_losses(worker)
+    runs.train_through_losses(worker, until_incarnation={until_incarnation}, victim=3)
 """
 
 
 def page_commands():
     """The commands of the page on clusters: the launcher's, and the agent's."""
     text = (ROOT / "docs" / "clusters.md").read_text()
-    return re.findall(r"^paceline run .*$", text, re.M)
+    return re.findall(r"^paceline run .*(?:--listen|--join) .*$", text, re.M)
 
 
 def start(command, folder, address):
@@ -63,12 +64,12 @@ def hosts(tmp_path):
     return folders, f"127.0.0.1:{runs.free_port()}"
 
 
-def run_on(hosts, *more, broken=-1):
-    """Run the page's commands; return how both ended, and what they printed."""
+def start_both(hosts, *more, broken=-1, until_incarnation=0):
+    """Start the page's commands: the launcher, and an agent."""
     folders, address = hosts
-    script = TRAIN.format(path=sys.path, broken=broken)
+    facts = {"broken": broken, "until_incarnation": until_incarnation}
     for folder in folders:
-        (folder / "train.py").write_text(script)
+        (folder / "train.py").write_text(TRAIN.format(path=sys.path, **facts))
     first, second = page_commands()
     launcher = start(shlex.join([*shlex.split(first), *more]), folders[0], address)
     token = folders[0] / "run.token"
@@ -77,9 +78,33 @@ def run_on(hosts, *more, broken=-1):
     assert token.stat().st_mode & 0o777 == 0o600
     (folders[1] / "run.token").touch(mode=0o600)
     (folders[1] / "run.token").write_text(token.read_text())
-    agent = start(second, folders[1], address)
-    printed = [process.communicate(timeout=90)[0] for process in (launcher, agent)]
-    return (launcher.returncode, agent.returncode), printed
+    return launcher, start(second, folders[1], address)
+
+
+def run_on(hosts, *more, broken=-1):
+    """Run the page's commands; return how both ended, and what they printed."""
+    both = start_both(hosts, *more, broken=broken)
+    printed = [process.communicate(timeout=90)[0] for process in both]
+    return tuple(process.returncode for process in both), printed
+
+
+def lose_second_host(hosts, *more):
+    """Start a run that goes on until rank 3 is back; kill its host. Returns the launcher."""
+    launcher, agent = start_both(hosts, *more, until_incarnation=2)
+    metrics = hosts[0][0] / "runs" / "many" / "metrics.jsonl"
+    wait_until(lambda: launcher.poll() is not None or '"rank": 3' in read(metrics))
+    agent.kill()  # its ranks end with it
+    agent.communicate()
+    return launcher
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def happened(hosts, event):
+    result = json.loads((hosts[0][0] / "runs" / "many" / "result.json").read_text())
+    return sorted(each["rank"] for each in result["events"] if each["event"] == event)
 
 
 def test_the_commands_of_the_page_train_together(hosts):
@@ -101,6 +126,94 @@ def test_an_error_on_one_host_ends_all(hosts):
     codes, (launched, _) = run_on(hosts, broken=3)
     assert codes == (1, 1)
     assert "rank 3: KeyError: 'no such thing'" in launched
+
+
+# A host that is gone ------------------------------------------------------------------------------
+
+UNTIL = """
+import pathlib
+import sys
+
+sys.path[:0] = {path!r}
+import torch
+
+import paceline as pl
+from support import runs
+
+
+def train(worker):
+    net = runs.new_net()
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    here = pathlib.Path({folder!r})
+    while not (here / "enough").exists():
+        sgd.zero_grad()
+        net(torch.ones(4, 6)).sum().backward()
+        sgd.step()
+        (here / f"rank{{worker.rank}}").touch()
+
+
+if __name__ == "__main__":
+    limits = pl.Limits(dead_s=1.0)
+    how = dict(transport="hosts", hosts=3, listen={address!r}, token_file={token!r})
+    result = pl.launch(train, workers=3, strategy="gossip", limits=limits, **how)
+    print("lost workers:", result.lost_workers)
+"""
+
+
+@pytest.fixture
+def three_hosts(tmp_path):
+    """The launcher and two agents of a run that trains until it is told to end."""
+    address, token = f"127.0.0.1:{runs.free_port()}", tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("ab" * 32)
+    words = {"path": sys.path, "folder": str(tmp_path), "address": address, "token": str(token)}
+    (tmp_path / "train.py").write_text(UNTIL.format(**words))
+    processes = [start("train", tmp_path, address)]
+    join = f"paceline run train.py --join {address} --token-file {token}"
+    processes += [start(join, tmp_path, address) for _ in range(2)]
+    try:
+        while not all((tmp_path / f"rank{rank}").exists() for rank in range(3)):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.02)
+        yield tmp_path, processes
+    finally:
+        for process in processes:
+            process.kill()
+            print(process.communicate()[0])
+
+
+def test_agents_end_when_most_hosts_have_lost_the_launcher(three_hosts):
+    _, (launcher, *agents) = three_hosts
+    launcher.kill()
+    for agent in agents:
+        printed = agent.communicate(timeout=60)[0]
+        assert agent.returncode == 3, printed
+        assert "most hosts agree that it is gone" in printed
+
+
+def test_the_others_go_on_when_an_agent_is_gone(three_hosts):
+    folder, (launcher, *agents) = three_hosts
+    agents[0].kill()
+    (folder / "enough").touch()
+    assert launcher.communicate(timeout=60)[0].splitlines()[-1] == "lost workers: 1"
+    assert (launcher.returncode, agents[1].wait()) == (0, 0)
+
+
+def test_workers_of_a_lost_host_are_started_again_on_another(hosts):
+    launcher = lose_second_host(hosts, "--max-restarts", "2")
+    printed, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, printed
+    assert happened(hosts, "lost") == happened(hosts, "restarted") == [2, 3]
+    assert 3 in happened(hosts, "joined")
+
+
+def test_a_host_that_joins_in_mid_run_takes_the_workers_of_a_lost_one(hosts):
+    launcher = lose_second_host(hosts)
+    agent = start(page_commands()[1], hosts[0][1], hosts[1])
+    printed = [process.communicate(timeout=90)[0] for process in (launcher, agent)]
+    assert (launcher.returncode, agent.returncode) == (0, 0), printed
+    assert happened(hosts, "lost") == happened(hosts, "restarted") == [2, 3]
+    assert 3 in happened(hosts, "joined")
 
 
 # Encryption --------------------------------------------------------------------------------------
@@ -130,7 +243,7 @@ print(answer[12:32].rstrip(bytes(1)).decode())
 )
 def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
     need_hosts()
-    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1))
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
     how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first, second = (
@@ -159,10 +272,22 @@ def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path
     [
         ({"hosts": 2, "transport": "hosts"}, r"hosts \(2\) needs listen"),
         ({"hosts": 0, "transport": "hosts"}, r"hosts \(0\) must be at least 1"),
-        ({"hosts": 2, "listen": "10.0.0.1:7000"}, r"transport \(shared_memory\) must be hosts"),
+        (
+            {"hosts": 2, "listen": "10.0.0.1:7000", "transport": "shared_memory"},
+            r"transport \(shared_memory\) must be hosts",
+        ),
+        ({"on": "slurm"}, r"on \(slurm\) must be one of ray"),
+        ({"on": "ray", "transport": "distributed"}, r"transport \(distributed\) must be hosts"),
+        ({"on": "ray", "hosts": 2}, r"hosts \(2\) must not be given with on \(ray\)"),
+        ({"on": "ray", "listen": "10.0.0.1:7000"}, r"listen \(10.0.0.1:7000\) must not be given"),
         (
             {"listen": "7000", "transport": "hosts"},
             r"listen \(7000\) must be an address and a port",
+        ),
+        ({"workers_per_host": 1}, r"workers_per_host \(1\) is for a run on many hosts"),
+        (
+            {"listen": "10.0.0.1:7000", "workers_per_host": 1},
+            r"workers \(2\) must be at most 1, or allreduce must take workers in: add on_loss",
         ),
         ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
         ({"encryption": False, "transport": "hosts"}, r"encryption \(False\) is for a run on many"),
@@ -171,6 +296,12 @@ def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path
 def test_options_that_do_not_fit_are_refused(how, message):
     with pytest.raises(pl.UsageError, match=message):
         pl.launch(runs.train, workers=2, **how)
+
+
+def test_without_ray_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(pl.UsageError, match=r'on \(ray\) needs Ray: pip install "paceline\[ray\]"'):
+        pl.launch(runs.train, workers=2, on="ray")
 
 
 def test_an_address_of_another_host_and_a_port_that_is_taken_are_refused(tmp_path, monkeypatch):

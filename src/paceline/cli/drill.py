@@ -15,7 +15,12 @@ from paceline.strategies import STRATEGIES, make_strategy
 
 
 def choose(
-    cases: list[str], methods: list[str], full: bool, virtual: bool, device: str = "cpu"
+    cases: list[str],
+    methods: list[str],
+    full: bool,
+    virtual: bool,
+    device: str = "cpu",
+    hosts: int = 1,
 ) -> list[tuple[str, Scenario, str]]:
     """The scenarios and methods to try, in order."""
     check_device(device)
@@ -23,6 +28,12 @@ def choose(
     for name, case in chosen.items():
         if virtual and not case.virtual:
             raise UsageError(f"case {name} cannot be simulated: leave out --sim")
+        if case.on_hosts != (hosts > 1):
+            raise UsageError(
+                f"case {name} is for many hosts: --hosts 3"
+                if case.on_hosts
+                else f"case {name} is for one host: leave out --hosts"
+            )
         if device != "cpu" and case.kind != "faults":
             raise UsageError(f"case {name} is for the CPU: leave out --device")
     if not cases:
@@ -30,7 +41,9 @@ def choose(
         chosen = {
             name: case
             for name, case in available.items()
-            if (case.virtual or not virtual) and (case.kind == "faults" or device == "cpu")
+            if case.on_hosts == (hosts > 1)
+            and (case.virtual or not virtual)
+            and (case.kind == "faults" or device == "cpu")
         }
     return [
         (name, scenario, method)
@@ -62,6 +75,7 @@ def drill(
     virtual: bool,
     seeds: int,
     device: str = "cpu",
+    hosts: int = 1,
 ) -> None:
     """Run all trials, report each outcome as it comes, and show the table."""
     reports = []
@@ -75,6 +89,7 @@ def drill(
                 seeds=seeds,
                 leftovers=leftovers,
                 device=device,
+                hosts=hosts,
             )
             reports.append(report)
             screen.say(f"{case}, {method}: {report.outcome} ({report.seconds:.0f} s)")

@@ -139,23 +139,30 @@ class Watch:
         limits: for how long.
         patient: whether to wait without a limit, and without a notice.
         whom: what it waits for, where that is no rank.
+        now_s: the time.
     """
 
     def __init__(
-        self, op: str, limits: Limits, patient: bool = False, whom: str | None = None
+        self,
+        op: str,
+        limits: Limits,
+        patient: bool = False,
+        whom: str | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.op, self._limits, self._patient, self._whom = op, limits, patient, whom
-        self._start_s = self._looked_s = time.monotonic()
+        self._now_s = now_s
+        self._start_s = self._looked_s = now_s()
         self._noticed = False
 
     @property
     def waited_s(self) -> float:
         """How long this wait has lasted."""
-        return time.monotonic() - self._start_s
+        return self._now_s() - self._start_s
 
     def look(self) -> None:
         """Call this many times a second: a long gap was a stop, and does not count as waiting."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if now_s - self._looked_s > SLACK_S:
             self._start_s += now_s - self._looked_s
         self._looked_s = now_s

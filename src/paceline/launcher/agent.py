@@ -13,32 +13,44 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 
 import zmq
 
 from paceline._version import __version__
 from paceline.comm.hosts.here import this_host
 from paceline.comm.hosts.line import JsonLine
-from paceline.comm.hosts.link import BEAT_S
 from paceline.comm.hosts.secret import Secret
+from paceline.comm.hosts.wire import BEAT_S
 from paceline.comm.limits import Limits
 from paceline.common.reference import Reference
 from paceline.errors import PacelineError, UsageError
 from paceline.launcher.fork_client import ForkServer
 from paceline.launcher.many_hosts import ManyHosts
+from paceline.launcher.neighbors import Neighbors
 from paceline.launcher.places import ThisHost
 from paceline.launcher.rank_process import Message
 from paceline.launcher.supervisor import threads_per_rank
 
 GIVE_UP_S = 60.0
-"""How long an agent waits for a launcher that it has lost, before it ends its ranks."""
+"""How long an agent that most hosts do not confirm waits for a launcher that it has lost."""
 
 
-def join(launcher: ManyHosts, token: bytes, train: Reference) -> int:
-    """Start ranks of ``train`` for the launcher that listens there; return the run's exit code."""
+def join(
+    launcher: ManyHosts, token: bytes, train: Reference | None, about: Message | None = None
+) -> int:
+    """Start ranks for the launcher that listens there; return the exit code of the run.
+
+    Args:
+        launcher: where it listens.
+        token: of the run.
+        train: what the ranks train; None if it is where the launcher has it.
+        about: more that the launcher is told of this host: its ``slots``, and what else it needs.
+    """
     launcher.say_if_open()
     with ForkServer.borrow() as fork_server:
-        agent = Agent(fork_server, launcher, token, train, Limits())
+        fork_server.await_ready(Limits())  # a host that has joined can start ranks at once
+        agent = Agent(fork_server, launcher, token, train, about or {}, Limits())
         try:
             return agent.run()
         finally:
@@ -53,18 +65,22 @@ class Agent:
         fork_server: ForkServer,
         launcher: ManyHosts,
         token: bytes,
-        train: Reference,
+        train: Reference | None,
+        about: Message,
         limits: Limits,
     ) -> None:
         host, port = launcher.address, launcher.port
         self._launcher, self._train, self._limits = f"{host}:{port}", train, limits
+        self._about = {"slots": None, **about}
         own = own_address(host, port)
         self._secret = Secret(token, launcher.encrypted)
         self._address, self._name = own, this_host()
         self._context = zmq.Context()
         self._socket = self._connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
         self._registrar: zmq.Socket[bytes] | None = None
+        self._neighbors = Neighbors(self._context, self._secret, own, self._connect)
         self._line = JsonLine(self._send)
+        self._heard_s = time.monotonic()
         # Ranks of this world inherit nothing beside their pipe.
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._here = ThisHost(fork_server, self._nothing, limits)
@@ -93,16 +109,19 @@ class Agent:
 
     def run(self) -> int:
         """Work until the run is over."""
-        self._line.put({"hello": __version__, "address": self._address, "train": self._train})
+        hello = {"hello": __version__, "address": self._address, **self._about}
+        self._line.put({**hello, "neighbor": self._neighbors.address})
         looked_s = 0.0
         while self._over is None:
             poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
+            for peer in (self._socket, self._neighbors.zap, self._neighbors.listener):
+                poller.register(peer, zmq.POLLIN)
             for fd in self._here.fds():
                 poller.register(fd, zmq.POLLIN)
             ready = dict(poller.poll(int(400 * BEAT_S)))
             if self._socket in ready:
                 self._hear()
+            self._neighbors.hear()
             self._here.receive({fd for fd in ready if isinstance(fd, int)})
             self._pass_on()
             if time.monotonic() > looked_s + BEAT_S / 2:
@@ -124,6 +143,9 @@ class Agent:
     def _obey(self, message: Message) -> None:
         if "over" in message:
             self._over = message
+        elif "neighbors" in message:
+            self._neighbors.know(message["neighbors"])
+            self._limits = replace(self._limits, dead_s=message["dead_s"])
         elif "start" in message:
             self._start(message)
         elif message["rank"] in self._running and self._is_present(message):
@@ -146,7 +168,7 @@ class Agent:
             "threads": threads_per_rank(config["together"]),
         }
         argument = config["argument"]
-        if "train" in argument:
+        if self._train is not None and "train" in argument:
             argument["train"] = self._train
         if argument.get("out") is not None:
             os.makedirs(argument["out"], exist_ok=True)
@@ -189,11 +211,23 @@ class Agent:
                 self._registrar.send_json(report, zmq.NOBLOCK)
             while self._registrar.poll(0):
                 self._registrar.recv()
-        silent_s = time.monotonic() - self._line.heard_s
-        if silent_s > (GIVE_UP_S if self._times else self._limits.start_s):
+                self._heard_s = time.monotonic()
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        """End the run on this host if the launcher, and the registrar beside it, are gone."""
+        silent_s = time.monotonic() - max(self._heard_s, self._line.heard_s)
+        why = "the address, the token or --no-encryption is wrong, or it is gone"
+        patience_s = self._limits.start_s
+        if self._times:
+            why, patience_s = "it is gone, or the link to it is cut", GIVE_UP_S
+            if silent_s > self._limits.dead_s:
+                self._neighbors.tell()
+                if self._neighbors.most_agree:
+                    why, patience_s = "most hosts agree that it is gone", 0.0
+        if silent_s > patience_s:
             error = PacelineError(
-                f"nothing was heard of the launcher at {self._launcher} for {silent_s:.0f} s:"
-                " the address, the token or --no-encryption is wrong, or it is gone"
+                f"nothing was heard of the launcher at {self._launcher} for {silent_s:.0f} s: {why}"
             )
             error.exit_code = 3
             raise error

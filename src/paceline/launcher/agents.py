@@ -20,8 +20,9 @@ import zmq
 
 from paceline._version import __version__
 from paceline.comm.hosts.line import JsonLine
-from paceline.comm.hosts.link import BEAT_S
+from paceline.comm.hosts.probe import ZmqProbe
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
+from paceline.comm.hosts.wire import BEAT_S, NO_MESSAGE
 from paceline.comm.limits import Limits
 from paceline.errors import PacelineError
 from paceline.launcher.places import RankHost
@@ -44,13 +45,23 @@ class OtherHost(RankHost):
         name: the address of the host.
     """
 
-    def __init__(self, agents: Agents, line: JsonLine, hello: Message) -> None:
-        self._agents, self.line, self.hello = agents, line, hello
+    def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: ZmqProbe) -> None:
+        self._agents, self.line, self.hello, self._probe = agents, line, hello, probe
         self.name: str = hello["address"]
+        self.slots: int | None = hello["slots"]
         self._said: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
         self._starts: dict[int, int] = {}
+        self._is_gone = False
+
+    def look(self) -> None:
+        """Call this a few times a second: see whether its agent, and so all its ranks, are gone."""
+        if not self._is_gone and self._probe.is_broken():
+            self._is_gone = True
+            self._probe.close()
+            for number in self._starts:
+                self._codes.setdefault(number, -signal.SIGKILL)
 
     @property
     def silent_s(self) -> float:
@@ -60,7 +71,7 @@ class OtherHost(RankHost):
     @property
     def is_silent(self) -> bool:
         """Whether the host counts as lost, for now."""
-        return self.silent_s > self._agents.limits.dead_s
+        return self._is_gone or self.silent_s > self._agents.limits.dead_s
 
     def fds(self) -> Sequence[int]:
         return []
@@ -162,21 +173,26 @@ class Agents:
                 raise error
             time.sleep(BEAT_S / 5)
 
+    def want(self, count: int) -> None:
+        """Hear that so many ranks wait for a host; here, somebody has to make one join."""
+
     def _run(self) -> None:
         poller, looked_s = zmq.Poller(), 0.0
-        for socket in (self._zap, self._socket):
-            poller.register(socket, zmq.POLLIN)
+        # Other threads send with the lock, which poll does not hold: it must not touch the socket.
+        for what in (self._zap, self._socket.fd):
+            poller.register(what, zmq.POLLIN)
         while not self._over:
             ready = dict(poller.poll(int(250 * BEAT_S)))
             if self._zap in ready:
                 self._secret.answer(self._zap)
             with self.lock:
-                if self._socket in ready:
-                    self._hear()
+                self._hear()
                 if time.monotonic() > looked_s + BEAT_S:
                     looked_s = time.monotonic()
                     for line in self._lines.values():
                         line.look()
+                    for host in self.hosts:
+                        host.look()
 
     def _hear(self) -> None:
         while True:
@@ -186,7 +202,7 @@ class Agents:
                 return
             if identity not in self._lines:
                 self._lines[identity] = JsonLine(partial(self._send, identity))
-            with suppress(ValueError, KeyError, TypeError):  # not of an agent as we know it
+            with suppress(*NO_MESSAGE):
                 for message in self._lines[identity].take(frames):
                     self._handle(identity, message)
 
@@ -205,8 +221,12 @@ class Agents:
             line.put({"over": 2, "text": ours})
             self._by_identity[identity] = None
             return
-        host = self._by_identity[identity] = OtherHost(self, line, hello)
+        probe = ZmqProbe(self._context, self._secret, hello["neighbor"])
+        host = self._by_identity[identity] = OtherHost(self, line, hello, probe)
         self.hosts.append(host)
+        neighbors = [each.hello["neighbor"] for each in self.hosts]
+        for each in self.hosts:
+            each.line.put({"neighbors": neighbors, "dead_s": self.limits.dead_s})
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
         try:

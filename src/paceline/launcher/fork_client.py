@@ -123,6 +123,10 @@ class ForkServer:
                 self.ended.pop(pid, None)
                 return pid
 
+    def await_ready(self, limits: Limits) -> None:
+        """Wait until it has loaded what ranks need, and can start one at once."""
+        self.start({"role": "none"}, [], limits)
+
     def receive(self) -> int | None:
         """Receive one message; the pid of a rank that started, or None when a rank has ended."""
         received = receive_message(self.socket)

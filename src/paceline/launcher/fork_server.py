@@ -105,6 +105,7 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
     code = 1
     try:
         die_with_parent()
+        _name_process(config)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -128,6 +129,13 @@ def _fork(config: dict[str, Any], fds: list[int], inherited: list[int]) -> int:
         os._exit(code)
 
 
+def _name_process(config: dict[str, Any]) -> None:
+    """Let ``ps`` and ``top`` show which process is which: ``pl-rank-3``, ``pl-registrar``."""
+    number = f"-{config['rank']}" if "rank" in config else ""
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(f"pl-{config['role']}{number}")
+
+
 def main() -> None:
     """Load what every rank needs, then serve.
 
@@ -142,7 +150,10 @@ def main() -> None:
 
     import paceline.comm.shared.world
     import paceline.comm.torch_distributed.world
-    import paceline.launcher.launch  # noqa: F401 - a rank needs these, and would import them itself
+    import paceline.launcher.launch  # a rank needs these, and would import them itself
+
+    with suppress(ImportError):  # without pyzmq
+        import paceline.comm.hosts.world  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)]).zero_grad()  # the first call loads torch's compiler
     gc.collect()

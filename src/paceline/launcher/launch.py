@@ -34,7 +34,7 @@ from paceline.training.summary import summary_of
 
 STOPPED: Message = {"stopped": True}
 """What a rank returns when it ended after a final checkpoint."""
-_MUST_MATCH = ("train", "workers", "seed", "device", "arguments")
+_MUST_MATCH = ("train", "workers", "seed", "global_batch", "device", "arguments")
 """What must be the same when a run resumes from a checkpoint."""
 
 
@@ -55,7 +55,7 @@ def launch(spec: LaunchSpec) -> Result:
 
 
 def _launch(spec: LaunchSpec, began_s: float) -> Result:
-    policy, checkpoints = spec.policy(), spec.checkpoints()
+    policy, checkpoints, hosts = spec.policy(), spec.checkpoints(), spec.many_hosts
     common = _config_of_ranks(spec, policy)
     must_match = {name: common[name] for name in _MUST_MATCH}
     checkpoints.prepare({"strategy": repr(spec.method), **must_match}, spec.size)
@@ -71,16 +71,17 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
             returned = run_ranks(
                 refer_to(train_rank),
                 [common] * spec.size,
-                transport=spec.transport,
+                transport=spec.world,
                 limits=spec.limits,
                 on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
-                policy=policy if TRANSPORTS[spec.transport].survives_losses else None,
-                faults=[*spec.faults, *checkpoints.late_joiners],
+                policy=policy if TRANSPORTS[spec.world].survives_losses else None,
+                faults=[*spec.faults, *checkpoints.late_joiners(policy)],
+                away=[*checkpoints.away(policy), *spec.waiting],
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,
                 device=spec.shared_device,
-                hosts=spec.many_hosts,
+                hosts=hosts,
             )
     finally:
         recorder.close(ranks=spec.size)
@@ -104,11 +105,12 @@ def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
         "strategy": pack_strategy(spec.method),
         "workers": spec.workers,
         "seed": spec.seed,
+        "global_batch": spec.global_batch,
         "device": spec.device,
         "arguments": plain_json("arguments", dict(spec.arguments or {})),
         "out": None if spec.out is None else str(spec.out),
         "trace": spec.trace,
-        "elastic": policy.goes_on and TRANSPORTS[spec.transport].survives_losses,
+        "elastic": policy.goes_on and TRANSPORTS[spec.world].survives_losses,
         "faults": [asdict(fault) for fault in spec.faults],
     }
 
@@ -116,7 +118,7 @@ def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
 def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Message:
     """The configuration of the run, for its folder."""
     return {
-        "world": spec.transport,
+        "world": spec.world,
         **common,
         "strategy": repr(spec.method),
         "method": common["strategy"],
@@ -168,6 +170,7 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         ),
         elastic=argument["elastic"],
         checkpointing=checkpointing,
+        global_batch=argument["global_batch"],
     )
     try:
         run_rank(session, find(argument["train"]), argument["arguments"])

@@ -21,7 +21,13 @@ because they know in which operation it is missing."""
 
 
 class RankHost(Protocol):
-    """A host on which ranks of a run are, each named by its number."""
+    """A host on which ranks of a run are, each named by its number.
+
+    Attributes:
+        slots: how many ranks may be there at a time; None for any number.
+    """
+
+    slots: int | None
 
     @property
     def is_silent(self) -> bool:
@@ -66,6 +72,7 @@ class ThisHost(RankHost):
     """
 
     is_silent = False
+    slots: int | None = None
 
     def __init__(
         self,

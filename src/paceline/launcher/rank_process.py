@@ -158,5 +158,15 @@ def _describe(error: BaseException) -> Message:
     return message
 
 
-MAIN_OF = {"rank": rank_main, "keeper": keeper_main, "registrar": registrar_main}
+def none_main(config: Message, fds: list[int]) -> int:
+    """The main function of a process that shows that processes can be started."""
+    return 0
+
+
+MAIN_OF = {
+    "rank": rank_main,
+    "keeper": keeper_main,
+    "registrar": registrar_main,
+    "none": none_main,
+}
 """The main function of each role that a forked process can have."""

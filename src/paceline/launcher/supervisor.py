@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ class Rank:
 
     def begin(self, place: RankHost) -> None:
         """Note that a process was started for this rank."""
-        self.place, self.code = place, None
+        self.place, self.code, self.reason = place, None, None
         self.entered, self.starts = False, self.starts + 1
 
     @property
@@ -136,6 +137,7 @@ def run_ranks(
     on_message: OnMessage = lambda rank, message: None,
     policy: MembershipPolicy | None = None,
     faults: Sequence[Fault] = (),
+    away: Sequence[int] = (),
     folder: Path | None = None,
     stop: Stop | None = None,
     start_s: float = 0.0,
@@ -146,10 +148,11 @@ def run_ranks(
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
-    lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
-    socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
-    holds memory of ``device``, if one is given, through which ranks on that device communicate.
-    With ``hosts``, ranks are on this host and on others, whose agents join first.
+    lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away``
+    are not started at first. In ``folder`` is the socket that accepts requests to add a worker. The
+    run's clock starts at ``start_s``. A keeper holds memory of ``device``, if one is given, through
+    which ranks on that device communicate. With ``hosts``, ranks are on this host and on others,
+    whose agents join first.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
@@ -162,7 +165,7 @@ def run_ranks(
     ):
         common = {
             **_common_config(program, size, transport, hosts, limits, start_s),
-            "late": [rank_of(fault) for fault in faults if fault.kind == "join"],
+            "late": [*(rank_of(fault) for fault in faults if fault.kind == "join"), *away],
             "elastic": policy.goes_on,
             "workers": policy.workers,
             "device": device,
@@ -246,7 +249,9 @@ class Supervisor:
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
+        self._without_host: list[Rank] = []
         self._agents: Agents | None = None
+        self._first_hosts = self._workers_each = 0
         self._planned: dict[int, RankHost] = {}
         self._helpers: list[Helper] = []
         if common["device"] is not None:
@@ -259,22 +264,40 @@ class Supervisor:
     def follow(self, agents: Agents, hosts: ManyHosts) -> None:
         """Wait for the agents of the other hosts, and have ranks there, too."""
         agents.await_hosts(hosts.count - 1, hosts.how_to_join)
-        self._agents = agents
-        places = [self._here, *agents.hosts]
-        for rank, index in zip(
-            self.ranks, split(len(self.ranks), self._policy.workers, len(places)), strict=True
-        ):
-            self._planned[rank.number] = places[index]
+        self._agents, self._here.slots = agents, hosts.slots_here
+        places = self._places()
+        self._first_hosts = len(agents.hosts)
+        self._workers_each = hosts.workers_each or self._common["together"]
+        shares = split(len(self.ranks), self._policy.workers, len(places), hosts.workers_each)
+        for rank, index in zip(self.ranks, shares, strict=True):
+            if index is not None:
+                self._planned[rank.number] = places[index]
 
-    def _place_for(self, rank: Rank) -> RankHost:
-        """Where to start a rank: where it was, or else on the host that has the fewest ranks."""
-        planned = rank.place or self._planned.get(rank.number, self._here)
-        if not planned.is_silent:
-            return planned
+    def _places(self) -> list[RankHost]:
+        """The hosts on which ranks may be, in the order in which ranks are shared out."""
         hosts = [] if self._agents is None else self._agents.hosts
-        places = [self._here, *(host for host in hosts if not host.is_silent)]
-        busy = [rank.place for rank in self.ranks if rank.running]
-        return min(places, key=busy.count)
+        here = [] if self._here.slots == 0 else [self._here]
+        return [*here, *sorted(hosts, key=lambda host: host.name)]
+
+    def _place_for(self, rank: Rank) -> RankHost | None:
+        """Where to start a rank; None while all hosts are lost or full.
+
+        It is first started where that was planned. Later it goes to the host that has the fewest
+        ranks, and stays where it was if others have as few. A server or communicator goes to a
+        full host, too, because all workers wait for it.
+        """
+        busy = Counter(id(other.place) for other in self.ranks if other.running)
+        free = [
+            place
+            for place in self._places()
+            if not place.is_silent and (place.slots is None or busy[id(place)] < place.slots)
+        ]
+        if not free and rank not in self._workers:
+            free = [place for place in self._places() if not place.is_silent]
+        planned = self._planned.get(rank.number) if rank.place is None else None
+        if planned in free:
+            return planned
+        return min(free, key=lambda p: (busy[id(p)], p is not rank.place), default=None)
 
     def start_all(self, faults: Sequence[Fault], folder: Path | None) -> None:
         """Start all ranks except late joiners, and schedule the faults.
@@ -298,13 +321,42 @@ class Supervisor:
         if request.get("ask") != "join":
             return {"error": "the only request is to join"}
         if not self._policy.accepts_joiners:
-            return {"error": "a synchronous method cannot take late joiners"}
-        lost = [w for w in self._workers if not w.running and not w.returned and not w.error]
-        free = [worker for worker in lost if worker not in self._to_start]
-        if not free:
+            return {"error": "its method cannot take workers in during a run"}
+        lost = self._lost_workers()
+        if not lost:
             return {"error": f"all {self._policy.workers} workers are running"}
-        self._to_start.append(free[0])
-        return {"rank": free[0].number}
+        self._to_start.append(lost[0])
+        return {"rank": lost[0].number}
+
+    def _lost_workers(self) -> list[Rank]:
+        """The lost workers that nobody is about to start again."""
+        lost = [w for w in self._workers if not w.running and not w.returned and not w.error]
+        return [worker for worker in lost if not self._will_start(worker)]
+
+    def _will_start(self, rank: Rank) -> bool:
+        """Whether a rank is about to be started, maybe as soon as there is a host for it."""
+        return rank in self._to_start or rank in self._without_host
+
+    def _use_new_hosts(self) -> None:
+        """Start lost workers again, as many as hosts take that have joined in mid-run."""
+        self._to_start += self._lost_workers()[: self._offered()]
+
+    def _offered(self) -> int:
+        """How many more workers the hosts take that have joined in mid-run."""
+        if self._agents is None or not self._policy.accepts_joiners:
+            return 0
+        joined = [h for h in self._agents.hosts[self._first_hosts :] if not h.is_silent]
+        room = sum(self._workers_each if h.slots is None else h.slots for h in joined)
+        there = sum(rank.running and rank.place in joined for rank in self.ranks)
+        return max(0, room - there - len(self._to_start) - len(self._without_host))
+
+    def _find_hosts(self) -> None:
+        """Start the ranks that wait for a host, if there is one now; ask for hosts if not."""
+        waiting, self._without_host = self._without_host, []
+        for rank in waiting:
+            self._start(rank)
+        if self._agents is not None:
+            self._agents.want(len(self._without_host))
 
     def _start_pending(self) -> None:
         """Start late and lost ranks, but not before the initial ranks have completed their setup.
@@ -314,22 +366,29 @@ class Supervisor:
         """
         if any(not self.ranks[number].is_stopped() for number in self._unready):
             return
+        if not any(worker.running or worker.returned for worker in self._workers):
+            return  # nobody is left of whom they could get their state
         waiting, self._to_start = self._to_start, []
         for rank in waiting:
             self._start(rank)
-            if rank.starts > 1:
-                self._report("restarted", rank)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Call ``act`` so many seconds after the start of the run."""
         self._due.append((self._common["started_s"] + seconds, act))
 
     def _start(self, rank: Rank) -> None:
-        config = {**self._common, "role": "rank", "rank": rank.number, "seen": rank.seen}
-        config["argument"] = dict(self._arguments[rank.number])
+        """Start a rank, now or as soon as there is a host for it."""
         place = self._place_for(rank)
+        if place is None:
+            self._without_host.append(rank)
+            return
+        config = {**self._common, "role": "rank", "rank": rank.number, "seen": rank.seen}
+        config["start"] = rank.starts
+        config["argument"] = dict(self._arguments[rank.number])
         place.start(rank.number, config)
         rank.begin(place)
+        if rank.seen:
+            self._report("restarted", rank)
 
     def _start_helper(self, helper: Helper) -> None:
         config = {**self._common, "role": helper.role}
@@ -363,6 +422,9 @@ class Supervisor:
             for due_s, act in [due for due in self._due if due[0] <= now_s]:
                 self._due.remove((due_s, act))
                 act()
+            if failed_s is None:
+                self._use_new_hosts()
+                self._find_hosts()
             if failed_s is None and self._to_start:
                 self._start_pending()
             if failed_s is None and any(self._is_failure(rank) for rank in self.ranks):
@@ -391,7 +453,7 @@ class Supervisor:
                 self._receive(rank)
                 rank.code = code
                 self._has_ended(rank)
-            elif rank.running and not (rank.entered and self._may_return(rank)):
+            elif rank.running and not self._may_return(rank):
                 self._end_if_stopped(rank)
 
     def _check_helpers(self) -> None:
@@ -438,8 +500,15 @@ class Supervisor:
                 self._on_message(rank.number, message)
 
     def _may_return(self, rank: Rank) -> bool:
-        """Whether ``rank`` may rejoin after it was left behind."""
-        return self._policy.goes_on and self._policy.may_rejoin(rank.number)
+        """Whether ``rank`` may rejoin after it was left behind.
+
+        One whose host is lost may not, if it can be started again on another.
+        """
+        may_rejoin = self._policy.goes_on and self._policy.may_rejoin(rank.number)
+        if rank.place is not None and rank.place.is_silent:
+            restart = self._policy.can_restart(rank.number) or (may_rejoin and self._offered() > 0)
+            return may_rejoin and not restart and rank.entered
+        return may_rejoin and rank.entered
 
     def _end_if_stopped(self, rank: Rank) -> None:
         if reason := rank.why_stopped():
@@ -458,7 +527,7 @@ class Supervisor:
             self._start(rank)
             return
         self._unready.discard(rank.number)
-        self._report("lost", rank, reason=_how_ended(rank.code))
+        self._report("lost", rank, reason=rank.reason or _how_ended(rank.code))
         others = any(other.returned or other.running for other in self._workers)
         if others and self._policy.restarts(rank.number):
             self._to_start.append(rank)
@@ -474,9 +543,10 @@ class Supervisor:
             return rank.failed
         workers = self._workers
         if rank not in workers:  # workers cannot continue without a server or communicator
-            needed = any(worker.running for worker in workers) and rank not in self._to_start
+            needed = any(worker.running for worker in workers) and not self._will_start(rank)
         else:
-            needed = not rank.seen and rank.number not in self._common["late"]
+            late = rank.number in self._common["late"]
+            needed = not rank.seen and not late and not self._will_start(rank)
         return rank.failed and (needed or not any(w.returned or w.running for w in workers))
 
     def _some_continue(self) -> bool:

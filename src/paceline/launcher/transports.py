@@ -134,13 +134,15 @@ def _open_registrar(size: int, hosts: ManyHosts | None) -> Iterator[Opening]:
 def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
     from paceline.comm.hosts.secret import Secret
     from paceline.comm.hosts.world import HostsPorts
+    from paceline.comm.hosts.zeromq import ZmqWire
 
     os.close(fd)
-    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    names = ("rank", "size", "started_s", "late", "elastic", "workers", "start")
     own = {name: config[name] for name in names}
     secret = Secret(bytes.fromhex(config["token"]), config["encrypted"])
     limits = Limits(**config["limits"])
-    return HostsPorts(config["registrar"], config["host"], secret, limits=limits, **own)
+    wire = ZmqWire(secret, limits.dead_s)
+    return HostsPorts(config["registrar"], config["host"], wire, limits=limits, **own)
 
 
 TRANSPORTS = {
@@ -168,7 +170,7 @@ TRANSPORTS = {
 
 
 def connect_under_launcher(process: Launched, limits: Limits, rank_order: bool) -> Ports:
-    """Connect a process of another launcher; such a run survives no loss, has no checkpoints."""
+    """Connect a process of another launcher by torch.distributed; such a run survives no loss."""
     from paceline.comm.solo import solo_ports
     from paceline.comm.torch_distributed.connect import connect_launched
 

@@ -15,9 +15,10 @@ from paceline.comm.hosts.collectives import _NAME, _pack_ranks
 from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.link import Topic
 from paceline.comm.hosts.registrar import Registrar
-from paceline.comm.hosts.registrar_process import RegistrarProcess
+from paceline.comm.hosts.registrar_process import at_descriptor
 from paceline.comm.hosts.secret import Secret, new_token
 from paceline.comm.hosts.world import HostsPorts
+from paceline.comm.hosts.zeromq import ZmqWire
 from paceline.comm.limits import Limits
 from paceline.comm.standing import Standing
 from paceline.errors import PeerLost
@@ -32,12 +33,13 @@ def world():
     limits, secret = Limits(progress_limit_s=20.0), Secret(new_token(), encrypted=False)
     registrar, journal = Registrar(SIZE, SIZE, (), limits.dead_s), Journal.create()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
-        process = RegistrarProcess(
-            registrar, os.dup(listener.fileno()), Journal(journal), secret, limits
-        )
+        process = at_descriptor(registrar, os.dup(listener.fileno()), journal, secret, limits)
         threading.Thread(target=process.run, daemon=True).start()
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        ranks = [HostsPorts(address, "127.0.0.1", secret, r, SIZE, limits) for r in range(SIZE)]
+        ranks = [
+            HostsPorts(address, "127.0.0.1", ZmqWire(secret, limits.dead_s), rank, SIZE, limits)
+            for rank in range(SIZE)
+        ]
         yield registrar, ranks, threads
         for rank in ranks:
             rank.link.close()

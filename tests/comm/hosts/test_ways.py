@@ -12,14 +12,15 @@ import pytest
 import torch
 from support.worlds import on_hosts
 
-from paceline.comm.hosts import ways, world
+from paceline.comm.hosts import ways
 from paceline.comm.hosts.collectives import WHOLE_BYTES
 from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.link import Topic
 from paceline.comm.hosts.registrar import Registrar
-from paceline.comm.hosts.registrar_process import RegistrarProcess
+from paceline.comm.hosts.registrar_process import at_descriptor
 from paceline.comm.hosts.secret import Secret, new_token
 from paceline.comm.hosts.world import HostsPorts
+from paceline.comm.hosts.zeromq import ZmqWire
 from paceline.comm.limits import Limits
 from paceline.comm.standing import Standing
 from paceline.errors import MessageMismatch, PeerLost
@@ -29,21 +30,20 @@ LARGE = WHOLE_BYTES + 1000
 
 
 @contextmanager
-def ranks_on(hosts, monkeypatch):
+def ranks_on(hosts):
     """A registrar and a rank on each of these hosts, all in this process."""
     limits, secret = Limits(progress_limit_s=30.0), Secret(new_token(), encrypted=False)
     size = len(hosts)
     registrar, journal = Registrar(size, size, (), limits.dead_s), Journal.create()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(size) as threads:
-        process = RegistrarProcess(
-            registrar, os.dup(listener.fileno()), Journal(journal), secret, limits
-        )
+        process = at_descriptor(registrar, os.dup(listener.fileno()), journal, secret, limits)
         threading.Thread(target=process.run, daemon=True).start()
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         ranks = []
         for rank, host in enumerate(hosts):
-            monkeypatch.setattr(world, "this_host", lambda host=host: host)
-            ranks.append(HostsPorts(address, "127.0.0.1", secret, rank, size, limits))
+            wire = ZmqWire(secret, limits.dead_s)
+            wire.place = host, os.getpid()
+            ranks.append(HostsPorts(address, "127.0.0.1", wire, rank, size, limits))
         try:
             yield registrar, ranks, threads
         finally:
@@ -109,7 +109,7 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order(hosts, way, taken, monkeypatc
     size, generator = len(hosts), torch.Generator().manual_seed(1)
     weightings = [[1] * size, [0, *[2] * (size - 1)], [*[3] * (size - 1), 0], [0] * size]
     weightings += [[int(r == own) for r in range(size)] for own in range(size)]
-    with ranks_on(hosts, monkeypatch) as world_:
+    with ranks_on(hosts) as world_:
         for weights in weightings:
             for factor in (None, lambda total: 1 / (3 * total)):
                 vectors = [torch.randn(LARGE, generator=generator) * 10**r for r in range(size)]
@@ -122,16 +122,16 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order(hosts, way, taken, monkeypatc
     assert set(taken) == {way}
 
 
-def test_a_small_vector_goes_whole_to_everyone(taken, monkeypatch):
-    with ranks_on("aabb", monkeypatch) as world_:
+def test_a_small_vector_goes_whole_to_everyone(taken):
+    with ranks_on("aabb") as world_:
         results = sum_all(world_, [torch.ones(4) for _ in range(4)], [1] * 4)
     assert [x.tolist() for x, _ in results] == [[4.0] * 4] * 4
     assert set(taken) == {WHOLE}
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abcd"])
-def test_members_that_call_something_else_are_refused(hosts, monkeypatch):
-    with ranks_on(hosts, monkeypatch) as (_, ranks, threads):
+def test_members_that_call_something_else_are_refused(hosts):
+    with ranks_on(hosts) as (_, ranks, threads):
 
         def reduce(rank):
             x = torch.ones(LARGE if rank.rank else 4)
@@ -175,8 +175,8 @@ def lose_in_chain(world_, lost, deaf, summed):
 
 
 @pytest.mark.parametrize(("lost", "deaf"), [(0, 1), (1, 2), (2, 3)])
-def test_a_loss_before_the_whole_sum_is_made_counts_for_no_one(lost, deaf, monkeypatch):
-    with ranks_on("aabb", monkeypatch) as world_:
+def test_a_loss_before_the_whole_sum_is_made_counts_for_no_one(lost, deaf):
+    with ranks_on("aabb") as world_:
         assert lose_in_chain(world_, lost, deaf, summed=False) == [(lost,)] * 3
 
         def again(rank):
@@ -190,12 +190,12 @@ def test_a_loss_before_the_whole_sum_is_made_counts_for_no_one(lost, deaf, monke
 
 
 @pytest.mark.parametrize(("lost", "deaf"), [(1, 0), (2, 1)])
-def test_a_loss_after_one_has_concluded_costs_no_one_the_sum(lost, deaf, monkeypatch):
-    with ranks_on("aabb", monkeypatch) as world_:
+def test_a_loss_after_one_has_concluded_costs_no_one_the_sum(lost, deaf):
+    with ranks_on("aabb") as world_:
         assert lose_in_chain(world_, lost, deaf, summed=True) == [(4, [10.0])] * 3
 
 
-def test_the_loss_of_the_only_one_that_has_concluded_counts_for_no_one(monkeypatch):
+def test_the_loss_of_the_only_one_that_has_concluded_counts_for_no_one():
     """Rank 3 alone has the whole sum; it dies with it."""
-    with ranks_on("aabb", monkeypatch) as world_:
+    with ranks_on("aabb") as world_:
         assert lose_in_chain(world_, lost=3, deaf=2, summed=True) == [(3,)] * 3

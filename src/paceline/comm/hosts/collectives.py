@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Receipt, Topic
 from paceline.comm.hosts.ways import chain_is_shorter, sum_along, sum_slices, sum_whole
-from paceline.comm.liveness import TICK_S, Watch
-from paceline.comm.ports import Collectives, Factor, Total
-from paceline.errors import MessageMismatch
+from paceline.comm.liveness import TICK_S
+from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
+from paceline.errors import MessageMismatch, PeerLost
 
 WHOLE_BYTES = 1 << 15
 """A vector of up to so many bytes goes to every member whole."""
@@ -77,6 +77,7 @@ class Operation:
         concluded: the sum of the weights and the flags, and the sum; None where nobody has one.
         incarnations: of the members, once this rank takes part.
         through: the members that have concluded, as they say to one who leaves.
+        leaving: the members, with their incarnations, that wait to hear that of this rank.
     """
 
     arrivals: dict[int, Handed] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class Operation:
     concluded: tuple[Total, Tensor | None] | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
     through: set[int] = field(default_factory=set)
+    leaving: set[tuple[int, int]] = field(default_factory=set)
 
 
 class HostsCollectives(Collectives):
@@ -119,17 +121,20 @@ class HostsCollectives(Collectives):
     def _run(
         self, x: Tensor, arrival: Handed, members: tuple[int, ...], factor: Factor | None
     ) -> Total:
-        taking_part = Participant(self._link, self._begin(members), members, arrival, factor)
+        roll = self._link.check()
+        if new := [rank for rank in roll.not_ready(members) if rank != self._rank]:
+            raise PeerLost(new, "a collective", NOT_READY, 0.0)
+        incarnations = {rank: roll.incarnation(rank) for rank in members}
+        name = self._begin(incarnations)
+        taking_part = Participant(self._link, name, incarnations, arrival, factor)
         total, result = taking_part.run(self, x)
         if result is not None:
             x.copy_(result.view_as(x))
         return total
 
-    def _begin(self, members: tuple[int, ...]) -> Name:
+    def _begin(self, incarnations: Mapping[int, int]) -> Name:
         """Name the next operation of a group: its members, in one incarnation of each."""
-        roll = self._link.check()
-        incarnations = [roll.incarnation(rank) for rank in members]
-        group = hashlib.blake2b(repr((members, incarnations)).encode(), digest_size=8).digest()
+        group = hashlib.blake2b(repr(incarnations).encode(), digest_size=8).digest()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         # All members have contributed to the last operation, so all have concluded the one before.
         with self._link.changed:
@@ -139,6 +144,13 @@ class HostsCollectives(Collectives):
     def operation(self, name: Name) -> Operation:
         """An operation; a new one, if nobody has told of it yet."""
         return self._operations.setdefault(name, Operation())
+
+    def conclude(self, name: Name, total: Total, result: Tensor | None) -> None:
+        """Conclude an operation; tell those who wait for that before they leave."""
+        operation = self.operation(name)
+        operation.concluded = total, result
+        for rank, incarnation in sorted(operation.leaving):
+            self._tell_through(name, rank, incarnation)
 
     # What others say -----------------------------------------------------------------------------
 
@@ -164,7 +176,7 @@ class HostsCollectives(Collectives):
             total, result = operation.concluded
             code = 0 if result is None else DTYPES.index(result.dtype)
             answer += _ANSWER.pack(True, code, total.weight, total.flags)
-        self._link.send(src, Topic.ANSWER, answer + _pack_ranks(lost), result, None, incarnation)
+        self._link.send(src, Topic.ANSWER, answer + _pack_ranks(lost), result, incarnation)
 
     def _on_answer(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         operation = self.operation(_NAME.unpack_from(meta))
@@ -175,30 +187,31 @@ class HostsCollectives(Collectives):
         operation.answers[src] = concluded
         if concluded and operation.concluded is None:
             result = body.view(dtype_of(code)) if len(body) else None
-            operation.concluded = Total(weight, flags), result
+            self.conclude(_NAME.unpack_from(meta), Total(weight, flags), result)
 
     # Before a rank leaves ------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until no other member needs a sum of this rank to conclude."""
-        watch = Watch("the end of the last collectives", self._link.limits)
+        watch = self._link.watch("the end of the last collectives")
         with self._link.changed:
             waiting = {
                 name: dict(operation.incarnations)
                 for name, operation in self._operations.items()
                 if operation.concluded is not None and self._numbers.get(name[0]) == name[1]
             }
+            for name, members in waiting.items():
+                query = _NAME.pack(*name) + b"?"
+                for rank, incarnation in members.items():
+                    if rank != self._rank:
+                        self._link.send(rank, Topic.THROUGH, query, incarnation=incarnation)
             while waiting:
                 roll = self._link.check()
                 for name, members in [*waiting.items()]:
-                    through = self._operations[name].through
+                    through = {*self._operations[name].through, self._rank}
                     for rank, incarnation in [*members.items()]:
-                        gone = roll.why_gone(rank, incarnation) is not None
-                        if gone or rank in through or rank == self._rank:
+                        if rank in through or roll.why_gone(rank, incarnation) is not None:
                             del members[rank]
-                        else:
-                            query = _NAME.pack(*name) + b"?"
-                            self._link.send(rank, Topic.THROUGH, query, incarnation=incarnation)
                     if not members:
                         del waiting[name]
                 if waiting:
@@ -206,13 +219,19 @@ class HostsCollectives(Collectives):
                     watch.check_limits([*next(iter(waiting.values()))])
 
     def _on_through(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
-        """Say whether this rank has concluded; or hear that another has."""
+        """Say that this rank has concluded, once it has; or hear that another has."""
         name, text = _NAME.unpack_from(meta), meta[_NAME.size :]
         operation = self.operation(name)
         if text != b"?":
             operation.through.add(src)
         elif operation.concluded is not None or self._numbers.get(name[0], 0) > name[1]:
-            self._link.send(src, Topic.THROUGH, _NAME.pack(*name) + b"!", incarnation=incarnation)
+            self._tell_through(name, src, incarnation)
+        else:
+            operation.leaving.add((src, incarnation))
+
+    def _tell_through(self, name: Name, rank: int, incarnation: int) -> None:
+        text = _NAME.pack(*name) + b"!"
+        self._link.send(rank, Topic.THROUGH, text, incarnation=incarnation)
 
 
 class Participant:
@@ -229,18 +248,16 @@ class Participant:
         self,
         link: RankLink,
         name: Name,
-        members: tuple[int, ...],
+        incarnations: dict[int, int],
         arrival: Handed,
         factor: Factor | None,
     ) -> None:
-        self._link, self._name, self._factor = link, name, factor
-        self.rank, self.members, self.arrival = link.rank, members, arrival
-        self.others = [rank for rank in members if rank != link.rank]
+        self._link, self._name, self._incarnations = link, name, incarnations
+        self.rank, self.members, self.arrival = link.rank, tuple(incarnations), arrival
+        self.others = [rank for rank in self.members if rank != link.rank]
         self.operation = Operation()
-        self._total = Total(0)
-        roll = link.check()
-        self._incarnations = {rank: roll.incarnation(rank) for rank in members}
-        self._watch = Watch(_OPS[arrival.op], link.limits)
+        self._factor, self._total = factor, Total(0)
+        self._watch = link.watch(_OPS[arrival.op])
 
     def run(self, group: HostsCollectives, x: Tensor) -> tuple[Total, Tensor | None]:
         """Take part; return the sum of the weights, and the sum of the vectors if there is one."""
@@ -250,7 +267,7 @@ class Participant:
             result = self._sum(x)
             with self._link.changed:
                 if not self.operation.lost:
-                    self.operation.concluded = self._total, result
+                    group.conclude(self._name, self._total, result)
                     return self._total, result
         except MemberLost:
             pass
@@ -289,7 +306,7 @@ class Participant:
         phase = _SUMMED if summed else _ARRIVED
         meta = _NAME.pack(*self._name) + _ARRIVAL.pack(phase, start, *self.arrival)
         incarnation = self._incarnations[rank]
-        return self._link.send(rank, Topic.COLLECT, meta, piece, None, incarnation)
+        return self._link.send(rank, Topic.COLLECT, meta, piece, incarnation)
 
     # Receiving -----------------------------------------------------------------------------------
 
@@ -324,14 +341,15 @@ class Participant:
         """Wait until no member is missing.
 
         Raises:
-            MemberLost: one of these is lost, or another member has found one that is.
+            MemberLost: a member is lost. It may be one whose part has come: others may lack it,
+                and wait in another operation.
         """
         with self._link.changed:
             while not self.operation.lost:
                 ranks = missing()
                 if not ranks:
                     return
-                if not self._find_lost(ranks):
+                if not self._find_lost(self.others):
                     self._link.changed.wait(TICK_S)
                     self._watch.check_limits(ranks)
         raise MemberLost
@@ -352,7 +370,7 @@ class Participant:
                 survivors = [rank for rank in self.others if rank not in lost]
                 meta = _NAME.pack(*self._name) + _pack_ranks(lost)
                 for rank in survivors:
-                    self._link.send(rank, Topic.ASK, meta, None, None, self._incarnations[rank])
+                    self._link.send(rank, Topic.ASK, meta, None, self._incarnations[rank])
                 if self._await_answers(lost, survivors):
                     break
         if self.operation.concluded is not None:

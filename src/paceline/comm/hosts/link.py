@@ -11,22 +11,19 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import threading
-import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
-import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, InStream, OutStream, Part
+from paceline.comm.hosts.wire import BEAT_S, Bytes, Connection, Listener, Wire
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Watch
 from paceline.errors import CommError, LeftBehind, MessageMismatch
@@ -35,15 +32,12 @@ CONTROL, DATA = 0, 1
 """The two streams to each rank."""
 SMALL_BYTES = 1 << 14
 """A message of up to so many bytes travels on the control stream."""
-BEAT_S = 0.25
-"""How often a rank and the registrar hear of each other."""
 REPEAT_S = 0.5
 """After so long without a reply, an order is sent again."""
 _VERSION = 1
 _HEAD = struct.Struct("<BBIIIQQ")
 _FIRST, _LAST, _ON_DATA, _ACK = 1, 2, 4, 8
 _MAX_FRAME = PART_BYTES + (1 << 16)
-_HANDSHAKE = zmq.Event.HANDSHAKE_SUCCEEDED
 
 
 class Topic(IntEnum):
@@ -77,6 +71,15 @@ class Receipt(NamedTuple):
         return self.outbox.has_arrived(self.number)
 
 
+class HeldMessage(NamedTuple):
+    """A message that waits until ``may_go()`` is true."""
+
+    may_go: Callable[[], bool]
+    channel: int
+    meta: bytes
+    content: memoryview
+
+
 class Peer:
     """The way between one incarnation of this rank and one of another.
 
@@ -85,41 +88,33 @@ class Peer:
         theirs, own: the incarnations.
 
     Attributes:
+        held: what waits until it may be sent; other messages overtake it.
         outboxes, inboxes: the streams to it, and from it.
         owed: the streams from it of which it is to hear how far they have come.
-        sockets: connections to it, once it is known where it listens.
-        monitors: tell when each of them is there again.
-        connected: how often each of them was.
+        connections: for control and for data, once it is known where it listens.
     """
 
     def __init__(self, rank: int, theirs: int, own: int) -> None:
         self.rank, self.theirs, self.own = rank, theirs, own
+        self.held: deque[HeldMessage] = deque()
         self.outboxes = (OutStream(), OutStream())
         self.inboxes = (InStream(), InStream())
         self.owed: set[int] = set()
-        self.sockets: list[zmq.Socket[bytes]] = []
-        self.monitors: list[zmq.Socket[bytes]] = []
-        self.connected = [0, 0]
+        self.connections: list[Connection] = []
 
     def look(self, now_s: float) -> None:
         """Send again what a connection has lost that broke."""
-        for channel, monitor in enumerate(self.monitors):
-            while monitor.poll(0):
-                recv_monitor_message(monitor)
-                self.connected[channel] += 1
-                if self.connected[channel] > 1:
-                    self.outboxes[channel].rewind()
-                    self.owed = {CONTROL, DATA}
+        for connection, outbox in zip(self.connections, self.outboxes, strict=False):
+            if connection.came_again():
+                outbox.rewind()
+                self.owed = {CONTROL, DATA}
         for outbox in self.outboxes:
             outbox.look(now_s)
 
     def close(self) -> None:
         """Give up what is on its way."""
-        for socket in self.sockets:
-            socket.disable_monitor()
-            socket.close(linger=0)
-        for monitor in self.monitors:
-            monitor.close(linger=0)
+        for connection in self.connections:
+            connection.close()
 
 
 class RankLink:
@@ -129,7 +124,7 @@ class RankLink:
         registrar: its address.
         host: the address of this host, at which the rank listens.
         rank: this rank.
-        secret: of the run.
+        wire: what connects it.
         limits: how long to wait.
         late: the ranks that come after the beginning.
 
@@ -147,52 +142,35 @@ class RankLink:
         registrar: str,
         host: str,
         rank: int,
-        secret: Secret,
+        wire: Wire,
         limits: Limits,
         late: Sequence[int],
     ) -> None:
-        self.rank, self.limits, self._secret, self._late = rank, limits, secret, frozenset(late)
-        self.changed = threading.Condition()
+        self.rank, self.wire, self.limits, self._late = rank, wire, limits, frozenset(late)
+        self.changed = wire.condition()
         self.roll: Roll | None = None
         self.incarnation = 0
         self.handlers: dict[int, Handler] = {}
         self.on_roll: Callable[[Roll], None] = lambda roll: None
-        self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(ZAP_ADDRESS)
-        self._listeners = [self._listen(host) for _ in (CONTROL, DATA)]
-        self.addresses = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in self._listeners]
-        self._registrar = self._connect(registrar)
+        self._listeners = [wire.listen(host, _MAX_FRAME) for _ in (CONTROL, DATA)]
+        self.addresses = [listener.address for listener in self._listeners]
+        self._registrar = wire.connect(registrar, heard=True)
         self._client, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._orders: dict[int, tuple[Any, float]] = {}
         self._replies: dict[int, dict[str, Any]] = {}
         self._awaited: set[int] = set()
-        self.heard_s = time.monotonic()
+        self.heard_s = wire.now_s()
         self._peers: dict[tuple[int, int, int], Peer] = {}
         self._early: list[tuple[int, int, bytes, Tensor]] = []
         self._over = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="paceline-link")
-        self._thread.start()
-
-    def _listen(self, host: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        self._secret.guard(socket)
-        socket.maxmsgsize, socket.ipv6 = _MAX_FRAME, ":" in host
-        socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
-        return socket
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        self._secret.show(socket)
-        beat_ms = int(1000 * BEAT_S)
-        socket.heartbeat_ivl, socket.heartbeat_timeout = beat_ms, int(1000 * self.limits.dead_s)
-        socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
-        socket.handshake_ivl, socket.ipv6 = 3000, True
-        socket.connect(address)
-        return socket
+        self._await_thread = wire.start(self._run)
 
     # Waiting -------------------------------------------------------------------------------------
+
+    def watch(self, op: str, whom: str | None = None, patient: bool = False) -> Watch:
+        """One wait of this rank, from now on."""
+        return Watch(op, self.limits, patient, whom, self.wire.now_s)
 
     def check(self) -> Roll:
         """What the registrar last said, if this rank may still act on it.
@@ -206,7 +184,7 @@ class RankLink:
         if self._failure is not None:
             raise CommError("the thread of the connections ended by an error") from self._failure
         roll = self.roll
-        if roll is None or time.monotonic() - self.heard_s > self.limits.dead_s:
+        if roll is None or self.wire.now_s() - self.heard_s > self.limits.dead_s:
             roll = self._await_registrar()
         own = roll.entries[self.rank]
         if own.incarnation != self.incarnation or roll.why_gone(self.rank) is not None:
@@ -214,7 +192,7 @@ class RankLink:
         return roll
 
     def _await_registrar(self) -> Roll:
-        watch, asked_s = Watch("a step", self.limits, whom="the registrar"), time.monotonic()
+        watch, asked_s = self.watch("a step", "the registrar"), self.wire.now_s()
         with self.changed:
             while self.roll is None or self.heard_s < asked_s:
                 self.changed.wait(TICK_S)
@@ -227,9 +205,11 @@ class RankLink:
         ``reset`` drops what an earlier incarnation left, before messages to this one are heard.
         """
         found: dict[str, Any] = self.order("enter", *enter)
+        if "incarnation" not in found:
+            return found
         with self.changed:
+            self.incarnation = found["incarnation"]
             reset()
-            self.incarnation = found.get("incarnation", 0)
             early, self._early = self._early, []
             for src, incarnation, meta, body in early:
                 self._hand_on(src, incarnation, self.incarnation, meta, body)
@@ -237,7 +217,7 @@ class RankLink:
 
     def await_entry(self) -> None:
         """Wait until the registrar has told of the present incarnation of this rank."""
-        watch = Watch("the entry", self.limits, whom="the registrar")
+        watch = self.watch("the entry", "the registrar")
         with self.changed:
             while self.roll is None or self.roll.entries[self.rank].incarnation < self.incarnation:
                 self.changed.wait(TICK_S)
@@ -251,7 +231,7 @@ class RankLink:
         Raises:
             LeftBehind: the others have gone on without this rank.
         """
-        watch = Watch(f"the order to {name}", self.limits, whom="the registrar")
+        watch = self.watch(f"the order to {name}", "the registrar")
         with self.changed:
             number = self._give([name, *arguments])
             self._awaited.add(number)
@@ -273,7 +253,7 @@ class RankLink:
 
     def _give(self, order: list[Any]) -> int:
         number = next(self._numbers)
-        self._orders[number] = order, time.monotonic()
+        self._orders[number] = order, self.wire.now_s()
         self._send_order(number)
         return number
 
@@ -292,8 +272,8 @@ class RankLink:
         )
 
     def _tell_registrar(self, message: dict[str, Any]) -> None:
-        with suppress(zmq.Again):  # orders are sent again, and beats come again
-            self._registrar.send(json.dumps(message).encode(), zmq.NOBLOCK)
+        # Where there is no room: orders are sent again, and beats come again.
+        self._registrar.send(json.dumps(message).encode())
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -303,7 +283,6 @@ class RankLink:
         kind: Topic,
         meta: bytes,
         body: Tensor | None = None,
-        may_go: Callable[[], bool] | None = None,
         incarnation: int = 0,
     ) -> Receipt:
         """Send a message to ``dst``; its body must not change before it has arrived.
@@ -313,17 +292,34 @@ class RankLink:
             kind: who takes it there.
             meta: what it is.
             body: its vector, in the memory of the host.
-            may_go: the message waits until this is true.
             incarnation: of the receiver.
         """
-        content = memoryview(b"") if body is None else _bytes_of(body)
-        channel = CONTROL if len(content) <= SMALL_BYTES else DATA
+        content, channel = _content_of(body)
         with self.changed:
             assert self.roll is not None
             peer = self._peer(dst, incarnation or self.roll.incarnation(dst), self.incarnation)
-            number = peer.outboxes[channel].add(bytes([kind]) + meta, content, may_go)
+            number = peer.outboxes[channel].add(bytes([kind]) + meta, content)
             self._pump(peer)
         return Receipt(dst, peer.outboxes[channel], number)
+
+    def send_when(
+        self,
+        may_go: Callable[[], bool],
+        dst: int,
+        kind: Topic,
+        meta: bytes,
+        body: Tensor,
+        incarnation: int,
+    ) -> None:
+        """Send a message once ``may_go()`` is true; see :meth:`send`.
+
+        It must not hold up others: what it waits for may have to go the same way.
+        """
+        content, channel = _content_of(body)
+        with self.changed:
+            peer = self._peer(dst, incarnation, self.incarnation)
+            peer.held.append(HeldMessage(may_go, channel, bytes([kind]) + meta, content))
+            self._pump(peer)
 
     def _peer(self, rank: int, theirs: int, own: int) -> Peer:
         key = rank, theirs, own
@@ -333,19 +329,22 @@ class RankLink:
 
     def _pump(self, peer: Peer) -> None:
         """Send what may go."""
-        if not peer.sockets and not self._open(peer):
+        while peer.held and peer.held[0].may_go():
+            _, channel, meta, content = peer.held.popleft()
+            peer.outboxes[channel].add(meta, content)
+        if not peer.connections and not self._open(peer):
             return
         for channel in [*peer.owed]:
             flags = _ACK | (_ON_DATA if channel == DATA else 0)
             head = self._head(peer, flags, peer.inboxes[channel].last, 0)
-            if _try_send(peer.sockets[CONTROL], head):
+            if peer.connections[CONTROL].send(head):
                 peer.owed.discard(channel)
         for channel, outbox in enumerate(peer.outboxes):
             flags = _ON_DATA if channel == DATA else 0
             for part in outbox.due():
                 ends = _FIRST * part.first + _LAST * part.last
                 head = self._head(peer, flags | ends, part.number, part.total)
-                if not _try_send(peer.sockets[channel], head + part.meta, part.chunk):
+                if not peer.connections[channel].send(head + part.meta, part.chunk):
                     outbox.unsend()
                     break
 
@@ -357,20 +356,22 @@ class RankLink:
             return False
         if not entry.addresses or self._over:
             return False
-        for address in entry.addresses:
-            socket = self._connect(address)
-            peer.monitors.append(socket.get_monitor_socket(_HANDSHAKE))
-            peer.sockets.append(socket)
+        peer.connections = [self.wire.connect(address) for address in entry.addresses]
         return True
 
     def _head(self, peer: Peer, flags: int, number: int, total: int) -> bytes:
         return _HEAD.pack(_VERSION, flags, self.rank, peer.own, peer.theirs, number, total)
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived, or its receiver is gone."""
-        watch = Watch("the wait for messages to arrive", self.limits)
+        """Wait until all that was sent has arrived, or its receiver is gone.
+
+        Raises:
+            LeftBehind: the others have gone on without this rank: they take nothing more of it.
+        """
+        watch = self.watch("the wait for messages to arrive")
         with self.changed:
             while waiting := [peer.rank for peer in self._peers.values() if self._owes(peer)]:
+                self.check()
                 self.changed.wait(TICK_S)
                 watch.check_limits(waiting)
 
@@ -378,7 +379,8 @@ class RankLink:
         """Whether something is on its way that the other may still get."""
         assert self.roll is not None
         gone = self.roll.why_gone(peer.rank, peer.theirs) is not None
-        return not gone and not all(outbox.is_empty for outbox in peer.outboxes)
+        idle = not peer.held and all(outbox.is_empty for outbox in peer.outboxes)
+        return not gone and not idle
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -390,20 +392,16 @@ class RankLink:
             raise
 
     def _serve(self) -> None:
-        poller, looked_s, beat_s = zmq.Poller(), 0.0, 0.0
-        for socket in (self._zap, self._registrar, *self._listeners):
-            poller.register(socket, zmq.POLLIN)
+        looked_s = beat_s = 0.0
         while not self._over:
-            ready = dict(poller.poll(int(500 * TICK_S)))
-            if self._zap in ready:
-                self._secret.answer(self._zap)
+            ready = self.wire.poll(TICK_S / 2)
             with self.changed:
                 if self._registrar in ready:
                     self._hear_registrar()
-                for channel, socket in enumerate(self._listeners):
-                    if socket in ready:
-                        self._hear_ranks(channel, socket)
-                now_s = time.monotonic()
+                for channel, listener in enumerate(self._listeners):
+                    if listener in ready:
+                        self._hear_ranks(channel, listener)
+                now_s = self.wire.now_s()
                 if now_s > looked_s + TICK_S / 2:
                     looked_s = now_s
                     self._look(now_s)
@@ -424,12 +422,9 @@ class RankLink:
             self._pump(peer)
 
     def _hear_registrar(self) -> None:
-        while True:
-            try:
-                message = json.loads(self._registrar.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            self.heard_s = time.monotonic()
+        while (heard := self._registrar.receive()) is not None:
+            message = json.loads(bytes(heard))
+            self.heard_s = self.wire.now_s()
             if "roll" in message:
                 if self.roll is None or message["version"] > self.roll.version:
                     self.roll = Roll(message, self._late)
@@ -449,35 +444,37 @@ class RankLink:
             else:
                 self._pump(peer)
 
-    def _hear_ranks(self, channel: int, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(64):  # then look at the other sockets, too
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+    def _hear_ranks(self, channel: int, listener: Listener) -> None:
+        for _ in range(64):  # then look at the other listener, too
+            if (heard := listener.receive()) is None:
                 return
             with suppress(ValueError, IndexError, struct.error, MessageMismatch):
-                self._hear_frames(channel, frames[1:])  # drops what no member of ours sends
+                self._hear_frames(channel, heard[1])  # drops what no member of ours sends
 
-    def _hear_frames(self, channel: int, frames: Sequence[zmq.Frame]) -> None:
+    def _hear_frames(self, channel: int, frames: Sequence[Bytes]) -> None:
         """Take a part, or an acknowledgement; drop what is neither."""
-        head = frames[0].bytes if frames else b""
+        head = bytes(frames[0]) if frames else b""
         if len(head) < _HEAD.size or head[0] != _VERSION:
             return
         _, flags, src, theirs, own, number, total = _HEAD.unpack_from(head)
-        if own < self.incarnation or self.roll is None or src >= len(self.roll.entries):
+        if self.roll is None or src >= len(self.roll.entries):
             return
-        if theirs < self.roll.incarnation(src):
+        # One incarnation later may be: this rank begins it, or has not yet heard of it.
+        if own - self.incarnation not in (0, 1) or theirs - self.roll.incarnation(src) not in (
+            0,
+            1,
+        ):
             return
         peer = self._peer(src, theirs, own)
         if flags & _ACK:
             stream = DATA if flags & _ON_DATA else CONTROL
-            peer.outboxes[stream].acknowledge(number, time.monotonic())
+            peer.outboxes[stream].acknowledge(number, self.wire.now_s())
             for other in [*self._peers.values()]:  # a message to another rank may wait for this
                 self._pump(other)
             self.changed.notify_all()
         elif len(frames) == 2:
             first, last = bool(flags & _FIRST), bool(flags & _LAST)
-            part = Part(number, first, last, total, head[_HEAD.size :], frames[1].buffer)
+            part = Part(number, first, last, total, head[_HEAD.size :], frames[1])
             message = peer.inboxes[channel].add(part)
             taken = peer.inboxes[channel].last
             if part.last or taken % ACK_EVERY == 0 or part.number != taken:
@@ -506,25 +503,12 @@ class RankLink:
         if self._over:
             return
         self._over = True
-        self._thread.join()
+        self._await_thread()
         with self.changed:
             for peer in self._peers.values():
                 peer.close()
             self._peers.clear()
-            self._context.destroy(linger=0)
-
-
-def _try_send(
-    socket: zmq.Socket[bytes], head: bytes, chunk: memoryview | bytes | None = None
-) -> bool:
-    """Send without waiting; False when there is no room."""
-    try:
-        socket.send(head, zmq.NOBLOCK | (0 if chunk is None else zmq.SNDMORE))
-    except zmq.Again:
-        return False
-    if chunk is not None:
-        socket.send(chunk, copy=False)
-    return True
+            self.wire.close()
 
 
 def host_copy(x: Tensor) -> Tensor:
@@ -532,6 +516,9 @@ def host_copy(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True).contiguous()
 
 
-def _bytes_of(x: Tensor) -> memoryview:
-    """The memory of a vector of the host."""
-    return x.detach().reshape(-1).view(torch.uint8).numpy().data
+def _content_of(body: Tensor | None) -> tuple[memoryview, int]:
+    """The memory of a vector of the host, and the stream that it travels on."""
+    if body is None:
+        return memoryview(b""), CONTROL
+    content = body.detach().reshape(-1).view(torch.uint8).numpy().data
+    return content, CONTROL if len(content) <= SMALL_BYTES else DATA

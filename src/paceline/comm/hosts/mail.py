@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.hosts.windows import HostsWindows
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.offer import Offer
 from paceline.comm.ports import (
     MAILBOX_CAPACITY,
@@ -87,7 +87,7 @@ class HostsMail(Mail):
     def _await_taken(self, key: tuple[int, int], number: int) -> Lost | None:
         """Wait until a message was taken; the loss of its receiver, if that comes first."""
         dst, incarnation = key
-        watch = Watch(f"send to rank {dst}", self._link.limits)
+        watch = self._link.watch(f"send to rank {dst}")
         with self._link.changed:
             while number in self._offered[key]:
                 roll = self._link.check()
@@ -112,7 +112,11 @@ class HostsMail(Mail):
         self._sent[*key, tag] = self._number
         meta = _LETTER.pack(tag, DTYPES.index(x.dtype), self._number, before) + header
         dst, incarnation = key
-        self._link.send(dst, Topic.MAIL, meta, x, self._windows.gate(), incarnation)
+        gate = self._windows.gate()
+        if gate is None:
+            self._link.send(dst, Topic.MAIL, meta, x, incarnation)
+        else:
+            self._link.send_when(gate, dst, Topic.MAIL, meta, x, incarnation)
         return self._number
 
     def _on_taken(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
@@ -135,7 +139,7 @@ class HostsMail(Mail):
     def receive(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
     ) -> Message | Lost:
-        watch, known = Watch(op, self._link.limits, patient=any_loss), dict[int, int]()
+        watch, known = self._link.watch(op, patient=any_loss), dict[int, int]()
         with self._link.changed:
             while (message := self.try_receive(like, sources, tag)) is None:
                 roll = self._link.check()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.mail import HostsMail
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import PUBLISHED, SAVED, Call, Rendezvous
 
 
@@ -29,7 +29,7 @@ class HostsRendezvous(Rendezvous):
         """Wait for all; what they have sent has arrived by then."""
         self._link.flush()
         self._link.order("meet", number, [*members], [*incarnations])
-        watch = Watch("a rendezvous", self._link.limits)
+        watch = self._link.watch("a rendezvous")
         with self._link.changed:
             while number not in self._link.check().outcomes:
                 self._link.changed.wait(TICK_S)

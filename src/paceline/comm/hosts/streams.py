@@ -9,7 +9,7 @@ knows a socket or a clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MOST_BYTES = 1 << 35
+"""The longest message."""
 PART_BYTES = 1 << 18
 """The most bytes of a message in one part."""
 WINDOW = 64
@@ -54,7 +56,6 @@ class _Parcel:
     meta: bytes
     body: memoryview
     first: int
-    may_go: Callable[[], bool] | None
 
     @property
     def end(self) -> int:
@@ -78,12 +79,9 @@ class OutStream:
         self._acknowledged = 0
         self._progress_s, self._patience_s = 0.0, STALL_S
 
-    def add(self, meta: bytes, body: memoryview, may_go: Callable[[], bool] | None = None) -> int:
-        """Queue a message; return the number of its last part.
-
-        The message, and all behind it, wait until ``may_go()`` is true.
-        """
-        parcel = _Parcel(meta, body, self._end, may_go)
+    def add(self, meta: bytes, body: memoryview) -> int:
+        """Queue a message; return the number of its last part."""
+        parcel = _Parcel(meta, body, self._end)
         self._parcels.append(parcel)
         self._end = parcel.end
         return self._end - 1
@@ -95,8 +93,6 @@ class OutStream:
         for parcel in [*self._parcels]:
             if parcel.end <= self._next:
                 continue
-            if parcel.may_go is not None and not parcel.may_go():
-                return
             while self._next < parcel.end:
                 if self._next > self._acknowledged + WINDOW:
                     return
@@ -155,7 +151,7 @@ class InStream:
             return None
         if part.first:
             self._meta, self._filled = part.meta, 0
-            self._body = torch.empty(part.total, dtype=torch.uint8)
+            self._body = _room_for(part.total)
         end = self._filled + len(part.chunk)
         if end > len(self._body):
             raise ValueError("a part does not fit into its message")
@@ -167,3 +163,10 @@ class InStream:
             raise ValueError("a message ends before its last byte")
         body, self._body = self._body, torch.empty(0, dtype=torch.uint8)
         return self._meta, body
+
+
+def _room_for(total: int) -> Tensor:
+    """Room for a message; refuses a length that no message of ours has."""
+    if total > MOST_BYTES:
+        raise ValueError(f"a message of {total} bytes")
+    return torch.empty(total, dtype=torch.uint8)

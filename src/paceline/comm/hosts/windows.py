@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Receipt, Topic, host_copy
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.liveness import TICK_S, Watch
+from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import PUBLISHED, Published, check_fit
 from paceline.errors import MessageMismatch
 
@@ -47,12 +47,13 @@ class HostsWindows:
 
     Args:
         link: the connections of the rank.
-        serves: whether this rank is a server, whose windows its successor needs.
+        workers: how many of the ranks, the first ones, are workers; the others are servers, whose
+            windows their successors need.
         elastic: whether the run goes on when a rank is lost.
     """
 
-    def __init__(self, link: RankLink, serves: bool, elastic: bool) -> None:
-        self._link, self._serves, self._elastic = link, serves, elastic
+    def __init__(self, link: RankLink, workers: int, elastic: bool) -> None:
+        self._link, self._workers, self._elastic = link, workers, elastic
         self._own: dict[int, WindowVersion] = {}
         self._held: dict[tuple[int, int], WindowVersion] = {}
         self._requests, self._answers = count(1), dict[int, WindowVersion | None]()
@@ -63,6 +64,10 @@ class HostsWindows:
         link.handlers[Topic.WINDOW] = self._on_window
         link.handlers[Topic.COPY] = self._on_copy
         link.on_roll = self._on_roll
+
+    def begin(self) -> None:
+        """Begin an incarnation: what an earlier one gave its holder may not have arrived."""
+        self._copy_all()
 
     # Writing -------------------------------------------------------------------------------------
 
@@ -86,7 +91,10 @@ class HostsWindows:
         return version
 
     def _is_copied(self, window: int) -> bool:
-        return self._serves or window != PUBLISHED
+        return self._serves(self._link.rank) or window != PUBLISHED
+
+    def _serves(self, rank: int) -> bool:
+        return rank >= self._workers
 
     def _copy(self, window: int, number: int) -> None:
         """Give the holder a copy of a window."""
@@ -103,12 +111,12 @@ class HostsWindows:
         meta = _COPY.pack(owner, window, seen.version, DTYPES.index(seen.x.dtype)) + seen.header
         return self._link.send(dst, Topic.COPY, meta, seen.x, incarnation=incarnation)
 
-    def _choose_holder(self) -> tuple[int, int] | None:
+    def _choose_holder(self, without: int = -1) -> tuple[int, int] | None:
         """Another rank: on another host, if there is one; the next one in turn."""
         roll, own = self._link.roll, self._link.rank
         if roll is None:
             return None
-        others = [rank for rank in roll.alive if rank != own]
+        others = [rank for rank in roll.alive if rank not in (own, without)]
         host = roll.entries[own].host
         others.sort(key=lambda rank: (roll.entries[rank].host == host, rank <= own, rank))
         return (others[0], roll.incarnation(others[0])) if others else None
@@ -116,17 +124,21 @@ class HostsWindows:
     def _on_roll(self, roll: Roll) -> None:
         """If the holder is gone, give all copies to another one."""
         if self._holder is not None and roll.why_gone(*self._holder) is not None:
-            self._holder = None
-            self._copies.clear()
-            for window in filter(self._is_copied, [*self._own]):
-                self._copy(window, 0)
+            self._copy_all()
+
+    def _copy_all(self) -> None:
+        """Choose a holder, and give it a copy of all windows."""
+        self._holder = None
+        self._copies.clear()
+        for window in filter(self._is_copied, self._own if self._elastic else ()):
+            self._copy(window, 0)
 
     def gate(self) -> Callable[[], bool] | None:
         """For a message: whether the holder has all that was published before it."""
         self._copies = [
             (number, receipt) for number, receipt in self._copies if not receipt.has_come
         ]
-        if not self._copies or not self._serves:
+        if not self._copies or not self._serves(self._link.rank):
             return None
         last = self._copied
         return lambda: all(n > last or receipt.has_come for n, receipt in self._copies)
@@ -134,14 +146,12 @@ class HostsWindows:
     def hand_over(self) -> None:
         """Before this rank leaves: give others what they may still look for."""
         with self._link.changed:
-            holder, roll = self._choose_holder(), self._link.roll
-            if holder is None or roll is None:
-                return
-            for owner, window in [*self._held]:
-                if roll.why_gone(owner) is not None:
+            own = self._link.rank
+            kept = [(own, window) for window in filter(self._is_copied, self._own)]
+            # An owner that seems to be here may have died: this rank has not heard of it yet.
+            for owner, window in [*self._held, *kept]:
+                if (holder := self._choose_holder(without=owner)) is not None:
                     self._send_copy(*holder, owner, window)
-            for window in filter(self._is_copied, [*self._own]):
-                self._send_copy(*holder, self._link.rank, window)
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -151,27 +161,30 @@ class HostsWindows:
         if src == own and window in self._own:
             return self._own[window].published
         if src != own:
-            found = self._ask([src], src, window)
+            found = self._ask([src], src, window, patient=gone or self._serves(src))
             if found is not None or not gone:
                 return found
         if not gone:
             return None
         others = [rank for rank in self._link.check().alive if rank not in (src, own)]
-        found = self._ask(others, src, window)
+        found = self._ask(others, src, window, patient=True)
         held = self._held.get((src, window))
         if held is not None and (found is None or held.version > found.version):
             return held.published
         return found
 
-    def _ask(self, ranks: list[int], owner: int, window: int) -> Published | None:
-        """Ask ranks for a window of ``owner``; the newest version that one of them has."""
-        watch = Watch(f"peek at rank {owner}", self._link.limits)
+    def _ask(self, ranks: list[int], owner: int, window: int, patient: bool) -> Published | None:
+        """Ask ranks for a window of ``owner``; the newest version that one of them has.
+
+        Unless this rank is ``patient``, it does not wait for those that are stopped.
+        """
+        watch = self._link.watch(f"peek at rank {owner}")
         with self._link.changed:
             roll = self._link.check()
             asked: dict[int, tuple[int, int]] = {}
             for rank in ranks:
                 number, incarnation = next(self._requests), roll.incarnation(rank)
-                if roll.why_gone(rank, incarnation) is None:
+                if incarnation and roll.why_gone(rank, incarnation) is None:
                     asked[number] = rank, incarnation
                     meta = _PEEK.pack(number, owner, window)
                     self._link.send(rank, Topic.PEEK, meta, incarnation=incarnation)
@@ -180,7 +193,9 @@ class HostsWindows:
                 missing = [
                     rank
                     for number, (rank, incarnation) in asked.items()
-                    if number not in self._answers and roll.why_gone(rank, incarnation) is None
+                    if number not in self._answers
+                    and (patient or rank not in roll.view.stopped)
+                    and roll.why_gone(rank, incarnation) is None
                 ]
                 if not missing:
                     break

@@ -26,6 +26,7 @@ from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.registrar_process import keep_roll
 from paceline.comm.hosts.secret import Secret
 from paceline.comm.hosts.world import HostsPorts
+from paceline.comm.hosts.zeromq import ZmqWire
 from paceline.comm.limits import Limits
 from paceline.comm.torch_distributed.connect import open_store
 from paceline.lab.bench.hosts import REGISTRAR_PORTS
@@ -44,8 +45,9 @@ class PacelineEngine:
     def __init__(self, config: dict[str, Any], name: str) -> None:
         secret = Secret(bytes.fromhex(config["token"]), name == "paceline")
         address = f"tcp://{config['first']}:{REGISTRAR_PORTS[name]}"
-        rank, size = config["rank"], config["size"]
-        self._ports = HostsPorts(address, config["own"], secret, rank, size, Limits())
+        rank, size, limits = config["rank"], config["size"], Limits()
+        wire = ZmqWire(secret, limits.dead_s)
+        self._ports = HostsPorts(address, config["own"], wire, rank, size, limits)
         self._comm = Comm(self._ports)
 
     def send(self, x: Tensor) -> None:

@@ -80,7 +80,7 @@ def kill_while_saving(method: str, workers: int, epochs: int) -> tuple[str, list
         ended = run(command(method, folder, workers, epochs))
         if ended.code != 0 or ended.result.get("resumed_at") is None:
             failures.append(f"the last run ended with {ended.code}: {ended.errors[-200:]}")
-        elif _differ(folder, calm):
+        elif differ(folder, calm):
             failures.append("it ended with other parameters than an undisturbed run")
     return f"killed at {len(FAILPOINTS)} points, resumed each time, the same bits", failures
 
@@ -105,7 +105,7 @@ def kill_all(method: str, workers: int, epochs: int) -> tuple[str, list[str]]:
             accuracy = ended.result.get("accuracy")
             if ended.code != 0 or (ended.result.get("resumed_at") or 0) < step:
                 failures.append(f"after kill {kills} it ended with {ended.code}: {ended.errors}")
-            elif make_strategy(method).synchronous and _differ(folder, calm):
+            elif make_strategy(method).synchronous and differ(folder, calm):
                 failures.append("it ended with other parameters than an undisturbed run")
     bits = ", the same bits" if make_strategy(method).synchronous else ""
     summary = f"accuracy {accuracy} ({undisturbed}){bits}"
@@ -132,7 +132,8 @@ def _latest_step(folder: Path) -> int:
     return int(_latest(folder).name[5:])
 
 
-def _differ(folder: Path, other: Path) -> bool:
+def differ(folder: Path, other: Path) -> bool:
+    """Whether two runs ended with different parameters."""
     return (folder / MODEL).read_bytes() != (other / MODEL).read_bytes()
 
 

@@ -20,6 +20,8 @@ from paceline.comm.limits import Limits
 from paceline.common.faults import Fault, rank_of
 from paceline.errors import PacelineError, WorkerFailed
 from paceline.lab.drill.checkpoints import (
+    EVERY,
+    differ,
     end_by_signal,
     fill_disk,
     kill_all,
@@ -30,8 +32,10 @@ from paceline.lab.drill.checkpoints import (
 )
 from paceline.lab.drill.impact import SETTLED_S, FaultImpact, measure_impact, worst
 from paceline.lab.drill.leftovers import Leftovers
+from paceline.lab.drill.over_hosts import WORKERS_PER_HOST, HostsRun
 from paceline.lab.drill.scenario import Scenario
 from paceline.lab.drill.task import train
+from paceline.lab.network.hosts import HostNetwork
 from paceline.launcher.launch import launch
 from paceline.launcher.simulate import simulate
 from paceline.record.result import Result
@@ -61,6 +65,7 @@ class CaseReport:
         method: the method, with its options.
         world: ``real`` or ``simulated``.
         device: of the ranks.
+        hosts: how many there are.
         happened: the events, in words.
         failures: what differs from the expectations; a case without failures has passed.
         unreached: figures that are known to be missed, each with the reason.
@@ -75,6 +80,7 @@ class CaseReport:
     method: str
     world: str
     device: str = "cpu"
+    hosts: int = 1
     happened: str = ""
     failures: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
@@ -120,6 +126,7 @@ def conduct(
     seeds: int = 1,
     leftovers: Leftovers | None = None,
     device: str = "cpu",
+    hosts: int = 1,
 ) -> CaseReport:
     """Run a scenario, and report its impact, its failures and its leftovers.
 
@@ -131,10 +138,13 @@ def conduct(
         seeds: how many runs of each fault.
         leftovers: finds what the processes leave behind; None in the simulator.
         device: of the ranks, for a scenario of faults.
+        hosts: how many, for a scenario over many hosts.
     """
     began_s = time.monotonic()
-    report = CaseReport(case, method, "simulated" if virtual else "real", device)
-    if scenario.kind == "faults":
+    report = CaseReport(case, method, "simulated" if virtual else "real", device, hosts)
+    if scenario.on_hosts:
+        scenario = replace(scenario, workers=WORKERS_PER_HOST * hosts)
+    if scenario.kind in ("faults", "hosts"):
         _faults(report, scenario, virtual, seeds)
     else:
         _OTHER_KINDS[scenario.kind](report, scenario, virtual)
@@ -148,20 +158,17 @@ def conduct(
 
 
 def _faults(report: CaseReport, scenario: Scenario, virtual: bool, seeds: int) -> None:
-    method = make_strategy(report.method)
-    faults, expect = _faults_for(report.method, scenario), scenario.expect
-    victims = sorted({rank_of(fault) for fault in faults})
-    stops = any(fault.kind == "freeze" for fault in faults)
+    method, expect = make_strategy(report.method), scenario.expect
     limit_s = expect.longest_gap_s(method)
-    # A stopped rank is lost only after dead_s: until then the throughput does not count.
-    settled_s = limit_s if stops and limit_s else SETTLED_S
     accuracies: list[float] = []
     impacts: list[FaultImpact] = []
 
     def disturb(seed: int) -> None:
         with TemporaryDirectory(prefix="paceline-drill-") as folder:
-            result = _run(scenario, report, faults, seed, virtual, Path(folder))
-            impacts.append(measure_impact(Path(folder), result.events, victims, settled_s))
+            result, impact = (_strike if scenario.on_hosts else _inject)(
+                report, scenario, seed, virtual, Path(folder)
+            )
+        impacts.append(impact)
         accuracies.append(result.accuracy or 0.0)
         report.happened = report.happened or _events_text(result)
         succeeded = sum(event["event"] == "succeeded" for event in result.events)
@@ -185,9 +192,50 @@ def _faults(report: CaseReport, scenario: Scenario, virtual: bool, seeds: int) -
     _expect_at_most(report, "seconds to notice", report.impact.notice_s, expect.notice_s)
     _expect_at_most(report, "seconds without a step", report.impact.gap_s, limit_s)
     reached, least = report.impact.throughput, expect.throughput
-    if not method.synchronous and reached is not None and least is not None and reached < least:
+    if method.synchronous or least is None:
+        return
+    if reached is None:
+        report.unreached.append("but its throughput was not measured: the run ended too soon")
+    elif reached < least:
         text = f"{reached:.2f} of the throughput, less than {least}"
         _miss(report, scenario, "throughput", text)
+
+
+def _inject(
+    report: CaseReport, scenario: Scenario, seed: int, virtual: bool, folder: Path
+) -> tuple[Result, FaultImpact]:
+    """Make one run with the scenario's faults in it."""
+    faults = _faults_for(report.method, scenario)
+    victims = sorted({rank_of(fault) for fault in faults})
+    stops = any(fault.kind == "freeze" for fault in faults)
+    result = _run(scenario, report, faults, seed, virtual, folder)
+    settled_s = _settled_s(report, scenario, stops)
+    return result, measure_impact(folder, result.events, victims, settled_s)
+
+
+def _settled_s(report: CaseReport, scenario: Scenario, lasting: bool) -> float:
+    """How long after a fault its throughput counts again.
+
+    What is stopped or cut off is lost only after dead_s, the longest gap.
+    """
+    limit_s = scenario.expect.longest_gap_s(make_strategy(report.method))
+    return limit_s if lasting and limit_s else SETTLED_S
+
+
+def _strike(
+    report: CaseReport, scenario: Scenario, seed: int, virtual: bool, folder: Path
+) -> tuple[Result, FaultImpact]:
+    """Make one run over many hosts, and strike it from outside."""
+    rate_mbit, delay_ms = scenario.rate_mbit, scenario.delay_ms
+    with HostNetwork(report.hosts, rate_mbit=rate_mbit, delay_ms=delay_ms) as network:
+        run = HostsRun(network, scenario, report.method, seed, folder)
+        run.run()
+    report.failures += run.failures()
+    result = run.result()
+    if result is None:
+        raise PacelineError(run.last_words(0))
+    settled_s = _settled_s(report, scenario, lasting=True)
+    return result, measure_impact(run.out, result.events, run.victims, settled_s, run.struck_s)
 
 
 def _faults_for(method: str, scenario: Scenario) -> list[Fault]:
@@ -222,16 +270,17 @@ def _run(
     }
     if virtual:
         return simulate(train, cluster=CLUSTER, **options)
-    return launch(train, device=report.device, **options)
+    transport = "hosts" if report.hosts > 1 else "shared_memory"
+    return launch(train, device=report.device, transport=transport, **options)
 
 
 @cache
 def _undisturbed(
-    workers: int, epochs: int, method: str, virtual: bool, seeds: int, device: str
+    workers: int, epochs: int, method: str, virtual: bool, seeds: int, device: str, hosts: int
 ) -> list[float]:
     """The accuracies of runs without faults, with other seeds."""
     calm = Scenario(about="", ids=(), workers=workers, epochs=epochs)
-    report = CaseReport("undisturbed", method, "", device)
+    report = CaseReport("undisturbed", method, "", device, hosts)
     others = range(FIRST_OTHER_SEED, FIRST_OTHER_SEED + seeds)
     return [_run(calm, report, [], seed, virtual).accuracy or 0.0 for seed in others]
 
@@ -241,9 +290,8 @@ def _is_as_good(
 ) -> bool:
     """Whether the mean accuracy is within three standard errors of undisturbed runs, or above."""
     count = max(ENOUGH_SEEDS, len(accuracies))
-    others = _undisturbed(
-        scenario.workers, scenario.epochs, report.method, virtual, count, report.device
-    )
+    workers, epochs, device = scenario.workers, scenario.epochs, report.device
+    others = _undisturbed(workers, epochs, report.method, virtual, count, device, report.hosts)
     report.accuracy = statistics.mean(accuracies)
     report.undisturbed = (statistics.mean(others), statistics.stdev(others))
     mean, deviation = report.undisturbed
@@ -397,6 +445,44 @@ def _two_runs(report: CaseReport, scenario: Scenario, virtual: bool) -> None:
         report.failures.append(_accuracy_text(report))
 
 
+def _resume_hosts(report: CaseReport, scenario: Scenario, virtual: bool) -> None:
+    """Strike a run over many hosts so that it ends, and resume it: the model is the same."""
+    method = make_strategy(report.method)
+    more = {"checkpoint_steps": EVERY, "resume": True}
+    with TemporaryDirectory(prefix="paceline-drill-") as name:
+        with HostNetwork(report.hosts) as network:
+            calm = HostsRun(
+                network, replace(scenario, strikes=()), report.method, 0, Path(name, "calm"), **more
+            )
+            calm.run()
+        with HostNetwork(report.hosts) as network:
+            run = HostsRun(network, scenario, report.method, 0, Path(name, "struck"), **more)
+            run.run()
+            report.failures += run.failures()
+            for host in set(range(report.hosts)) - set(network.alive):
+                network.start_host(host)
+            again = HostsRun(network, calm.scenario, report.method, 0, Path(name, "struck"), **more)
+            again.run()
+        report.failures += again.failures()
+        result = again.result()
+        report.happened = f"ended {max(run.ended_s.values(), default=0.0):.1f} s later"
+        if result is None or not result.resumed_at:
+            report.failures.append(f"it was not resumed: {again.last_words(0)}")
+            return
+        report.happened += f", resumed at step {result.resumed_at}"
+        accuracies = [result.accuracy or 0.0]
+        if not method.synchronous and not _is_as_good(report, scenario, accuracies, virtual):
+            report.failures.append(_accuracy_text(report))
+        elif method.synchronous and differ(again.out, calm.out):
+            report.failures.append("it ended with other parameters than an undisturbed run")
+    _expect_at_most(
+        report,
+        "seconds until it was over",
+        max(run.ended_s.values(), default=None),
+        scenario.expect.notice_s,
+    )
+
+
 def _checkpoints(report: CaseReport, scenario: Scenario, virtual: bool) -> None:
     """Run a drill of checkpoints."""
     if scenario.kind == "fill_disk" and (why := why_no_small_disk()):
@@ -421,5 +507,6 @@ _OTHER_KINDS: dict[str, Callable[[CaseReport, Scenario, bool], None]] = {
     "interrupt": _interrupt,
     "launcher": _launcher,
     "two_runs": _two_runs,
+    "resume_hosts": _resume_hosts,
     **dict.fromkeys(_CHECKPOINT_DRILLS, _checkpoints),
 }

@@ -64,12 +64,16 @@ def measure_impact(
     events: Sequence[Mapping[str, Any]],
     victims: Sequence[int],
     settled_s: float = SETTLED_S,
+    fault_s: float | None = None,
 ) -> FaultImpact:
-    """Measure the impact in the trace of a run whose ``events`` harmed the ``victims``."""
+    """Measure the impact in the trace of a run whose ``events`` harmed the ``victims``.
+
+    The fault happened at ``fault_s``; without it, when the first victim was harmed.
+    """
     steps: dict[int, StepLog] = {}
     noticed: list[float] = []
     harmed = [e["t"] for e in events if e["event"] in _HARM and e["rank"] in victims]
-    fault_s = min(harmed, default=None)
+    fault_s = min(harmed, default=None) if fault_s is None else fault_s
     for record in read(folder / TRACE):
         rank = record["rank"]
         if record["event"] == "step":

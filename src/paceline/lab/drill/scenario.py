@@ -43,6 +43,19 @@ Kind = Literal[
     "spoil",
     "fill_disk",
     "end_by_signal",
+    "hosts",
+    "resume_hosts",
+]
+What = Literal[
+    "kill_worker",
+    "kill_server",
+    "kill_registrar",
+    "kill_processes",
+    "power_off",
+    "stop",
+    "cut",
+    "deafen",
+    "join",
 ]
 
 
@@ -83,6 +96,26 @@ class Expect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strike:
+    """What the drill does to a run over many hosts, from outside.
+
+    Args:
+        what: kill the ``worker``, the ``server`` or the ``registrar``, or all ``processes`` of the
+            host; ``power_off`` the host; ``stop`` the worker; ``cut`` the host off; ``deafen`` it:
+            what others send to it is lost; let it ``join``.
+        host: which one, from 0; from the end if it is negative. The worker and the server are its
+            first ones.
+        after_s: when, counted from the first step.
+        for_s: how long it lasts; None: for good.
+    """
+
+    what: What
+    host: int = -1
+    after_s: float = 2.0
+    for_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One case of the drill.
 
@@ -93,11 +126,13 @@ class Scenario:
         methods: the methods to run, unless ``--full`` asks for all.
         only: whether it makes sense for these methods only.
         long: whether it takes so long that it runs only if named, or with ``--full``.
-        workers: the number of workers.
+        workers: the number of workers; over many hosts, two on each.
         epochs: the epochs of the built-in task.
         dead_s: a rank that is stopped for longer is lost.
         max_restarts: how many lost workers are restarted.
         faults: the faults to inject.
+        strikes: what is done to a run over many hosts.
+        rate_mbit, delay_ms: the links between the hosts; None for no limit.
         poisoned: a worker whose gradients are not finite from its step 100 on.
         incarnations: the incarnation that each of these ranks must reach before the run may end.
         expect: what the scenario must lead to.
@@ -115,6 +150,9 @@ class Scenario:
     dead_s: float = 5.0
     max_restarts: int = 0
     faults: tuple[Fault, ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    rate_mbit: float | None = None
+    delay_ms: float = 0.0
     poisoned: int | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
     expect: Expect = field(default_factory=Expect)
@@ -124,6 +162,11 @@ class Scenario:
     def virtual(self) -> bool:
         """Whether the simulator can run it."""
         return self.kind in ("faults", "exception")
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether it needs many hosts."""
+        return self.kind in ("hosts", "resume_hosts")
 
 
 def load_scenarios() -> dict[str, Scenario]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from paceline.common.files import write_private
 from paceline.lab.tasks.fashion import load_images, log_test, make_loader, make_model
 from paceline.lab.tasks.recipe import MOMENTUM, batch_of, learning_rate
 from paceline.training.worker import Worker
@@ -22,10 +25,14 @@ def train(
     epochs: int,
     incarnations: dict[str, int] | None = None,
     poisoned: int | None = None,
+    least_s: float = 0.0,
+    began: str | None = None,
 ) -> None:
     """Train for some epochs, and then until the ranks in ``incarnations`` have reached them.
 
-    The gradients of a ``poisoned`` worker are not finite from its step 100 on.
+    The workers of an asynchronous method train for at least ``least_s``. The gradients of a
+    ``poisoned`` worker are not finite from its step 100 on. After its first step, rank 0 writes the
+    monotonic time at which the run's clock was 0 to the file ``began``.
     """
     images = load_images()
     torch.manual_seed(worker.seed)
@@ -34,8 +41,8 @@ def train(
     sgd: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM)
     net, sgd = worker.setup(net, sgd)
     batches = worker.setup_dataloaders(make_loader(images, batch_of(worker.size)))
-    epoch = 0
-    while epoch < epochs or _waits_for(worker, incarnations or {}):
+    epoch, until_s = 0, _now_s(worker) + least_s
+    while epoch < epochs or _now_s(worker) < until_s or _waits_for(worker, incarnations or {}):
         for x, y in batches:
             sgd.zero_grad()
             cross_entropy(net(x), y).backward()
@@ -43,9 +50,15 @@ def train(
                 for parameter in net.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan)
             sgd.step()
+            if began is not None and worker.rank == 0 and worker.steps == 1:
+                write_private(Path(began), str(time.monotonic() - _now_s(worker)))
         epoch += 1
     worker.finish()
     log_test(worker, net, images, epoch - 1)
+
+
+def _now_s(worker: Worker) -> float:
+    return worker._session.all_ranks.clock.now()
 
 
 def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
@@ -55,4 +68,4 @@ def _waits_for(worker: Worker, incarnations: dict[str, int]) -> bool:
         int(rank) in alive and comm.members.incarnation(int(rank)) >= number
         for rank, number in incarnations.items()
     )
-    return not reached and comm.clock.now() < PATIENCE_S
+    return not reached and _now_s(worker) < PATIENCE_S

@@ -215,7 +215,7 @@ class HostNetwork:
         if self._switch is not None:
             self._tell_switch(f"leave {host}")
         self._end(ended)
-        with suppress(UsageError):  # the kernel has removed it with the host
+        with suppress(UsageError):  # the kernel removes it with the host, at once or later
             self._ip(self._hub_pid, f"link delete port{host}")
 
     @staticmethod
