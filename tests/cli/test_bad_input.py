@@ -85,6 +85,8 @@ CASES = {
     "sim -s downpour(shards=1000000000)": "downpour: shards (1000000000) must be at most 10000",
     "compare -s gossip,ssp(shards=9999) -w 2,9000": "workers and servers (18999) must be at most",
     "bench comm --workers 1": "workers (1) must be at least 2",
+    "bench hosts --repeats 0": "repeats (0) must be at least 1",
+    "bench hosts --link 10": "link (10) must be one of 100 Mbit, 1 Gbit, 100 Mbit 50 ms",
     "bench sim --steps 0": "steps (0) must be at least 1",
 }
 FILES = {

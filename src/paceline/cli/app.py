@@ -545,7 +545,7 @@ def bench_hosts(
         list[str] | None,
         Option(
             "--link",
-            help="A line between hosts: 100 Mbit, 1 Gbit, or 100 Mbit, 50 ms; may be repeated."
+            help="A line between hosts: 100 Mbit, 1 Gbit or 100 Mbit 50 ms; may be repeated."
             " [default: all]",
         ),
     ] = None,

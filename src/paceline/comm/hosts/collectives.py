@@ -1,7 +1,6 @@
 """Collectives between hosts, in the order of the members: the same bits as in other worlds.
 
-A small vector goes to every other member whole, and each member sums them all. A large one is cut
-into slices: each member gets its slice of every vector, sums it, and sends the sum to the others.
+:mod:`~paceline.comm.hosts.ways` has the ways in which vectors are summed.
 
 The commit point: ``x`` stays as it is until the sum is complete. A member that has all of it has
 concluded, and keeps the sum until all have gone on. When a member is lost, each survivor that has
@@ -14,30 +13,36 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
-from paceline.comm.hosts.link import RankLink, Topic, host_copy
+from paceline.comm.hosts.link import RankLink, Receipt, Topic
+from paceline.comm.hosts.ways import chain_is_shorter, sum_along, sum_slices, sum_whole
 from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
 from paceline.errors import MessageMismatch, PeerLost
 
-DIRECT_BYTES = 1 << 15
+WHOLE_BYTES = 1 << 15
 """A vector of up to so many bytes goes to every member whole."""
 _ALL_REDUCE, _BROADCAST = 1, 2
 _OPS = {_ALL_REDUCE: "all_reduce", _BROADCAST: "broadcast"}
 _ARRIVED, _SUMMED = 0, 1
 _NAME = struct.Struct("<8sQ")
-_ARRIVAL = struct.Struct("<BBBIQQQ")
+_ARRIVAL = struct.Struct("<BQBBIQQQ")
 _ANSWER = struct.Struct("<?BQQ")
 
 Name = tuple[bytes, int]
 """An operation: its group, and its number among those of the group."""
+Pieces = dict[tuple[int, int], Tensor]
+"""Parts of vectors, by the member that sent them and the element that they begin at."""
+
+
+class MemberLost(Exception):
+    """A member is lost: from now on, only another member's sum counts."""
 
 
 class Handed(NamedTuple):
@@ -63,8 +68,9 @@ class Operation:
     """One collective as a member knows it, maybe before it takes part itself.
 
     Attributes:
-        arrivals: what other members bring, and their vectors, or slices of them.
-        sums: slices of the sum that other members have made.
+        arrivals: what other members bring.
+        pieces: parts of their vectors, or of the sum of some of them.
+        sums: parts of the sum of all.
         lost: the members that are lost; once there is one, only another member's sum counts.
         answers: of each survivor that was asked about these: whether it has concluded.
         asked: who has asked about which lost members: it has not concluded.
@@ -74,8 +80,9 @@ class Operation:
         leaving: the members, with their incarnations, that wait to hear that of this rank.
     """
 
-    arrivals: dict[int, tuple[Handed, Tensor]] = field(default_factory=dict)
-    sums: dict[int, Tensor] = field(default_factory=dict)
+    arrivals: dict[int, Handed] = field(default_factory=dict)
+    pieces: Pieces = field(default_factory=dict)
+    sums: Pieces = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     answers: dict[int, bool] = field(default_factory=dict)
     asked: set[tuple[int, frozenset[int]]] = field(default_factory=set)
@@ -119,7 +126,7 @@ class HostsCollectives(Collectives):
             raise PeerLost(new, "a collective", NOT_READY, 0.0)
         incarnations = {rank: roll.incarnation(rank) for rank in members}
         name = self._begin(incarnations)
-        taking_part = _Part(self._link, name, incarnations, arrival, factor)
+        taking_part = Participant(self._link, name, incarnations, arrival, factor)
         total, result = taking_part.run(self, x)
         if result is not None:
             x.copy_(result.view_as(x))
@@ -149,13 +156,11 @@ class HostsCollectives(Collectives):
 
     def _on_part(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         group, number = _NAME.unpack_from(meta)
-        phase, *numbers = _ARRIVAL.unpack_from(meta, _NAME.size)
+        phase, start, *numbers = _ARRIVAL.unpack_from(meta, _NAME.size)
         arrival, operation = Handed(*numbers), self.operation((group, number))
-        vector = body.view(dtype_of(arrival.dtype))
-        if phase == _ARRIVED:
-            operation.arrivals[src] = arrival, vector
-        else:
-            operation.sums[src] = vector
+        found = operation.sums if phase == _SUMMED else operation.pieces
+        found[src, start] = body.view(dtype_of(arrival.dtype))
+        operation.arrivals[src] = arrival
 
     def _on_ask(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         """Answer whether this rank has concluded; if not, promise not to do so by itself."""
@@ -229,8 +234,15 @@ class HostsCollectives(Collectives):
         self._link.send(rank, Topic.THROUGH, text, incarnation=incarnation)
 
 
-class _Part:
-    """This rank's part in one operation."""
+class Participant:
+    """This rank's part in one operation.
+
+    Attributes:
+        rank: this rank.
+        members, others: all members in their order, and those but this rank.
+        arrival: what this rank brings.
+        operation: what it knows of the operation.
+    """
 
     def __init__(
         self,
@@ -241,146 +253,135 @@ class _Part:
         factor: Factor | None,
     ) -> None:
         self._link, self._name, self._incarnations = link, name, incarnations
-        self._arrival, self._factor = arrival, factor
-        self._members = members = tuple(incarnations)
-        self._own = members.index(link.rank)
-        self._others = [rank for rank in members if rank != link.rank]
+        self.rank, self.members, self.arrival = link.rank, tuple(incarnations), arrival
+        self.others = [rank for rank in self.members if rank != link.rank]
+        self.operation = Operation()
+        self._factor, self._total = factor, Total(0)
         self._watch = link.watch(_OPS[arrival.op])
 
     def run(self, group: HostsCollectives, x: Tensor) -> tuple[Total, Tensor | None]:
         """Take part; return the sum of the weights, and the sum of the vectors if there is one."""
-        self._operation = group.operation(self._name)
-        self._operation.incarnations = self._incarnations
-        with self._link.changed:  # nobody can have concluded without this rank
-            if self._find_lost(self._others):
-                return self._resolved()
-        vector, slices = self._cut(x)
-        self._hand_in(vector, slices)
-        if not self._await(self._operation.arrivals):
-            return self._resolved()
-        arrivals = self._arrivals()
-        flags = 0
-        for arrival in arrivals:
-            flags |= arrival.flags
-        total = Total(sum(arrival.weight for arrival in arrivals), flags)
-        result: Tensor | None = None
-        if total.weight and x.numel():
-            result = self._sum(vector, slices[self._own], arrivals, total.weight)
-            if len(slices[self._own]) < x.numel():
-                self._send(_SUMMED, self._others, [result] * len(self._members))
-                if not self._await(self._operation.sums):
-                    return self._resolved()
-                result = self._assemble(result)
-        with self._link.changed:
-            if not self._operation.lost:
-                group.conclude(self._name, total, result)
-                return total, result
+        self.operation = group.operation(self._name)
+        self.operation.incarnations = self._incarnations
+        try:
+            result = self._sum(x)
+            with self._link.changed:
+                if not self.operation.lost:
+                    group.conclude(self._name, self._total, result)
+                    return self._total, result
+        except MemberLost:
+            pass
         return self._resolved()
 
-    def _cut(self, x: Tensor) -> tuple[Tensor, list[range]]:
-        """The vector in the host's memory, and the slice of it that each member sums.
+    def _sum(self, x: Tensor) -> Tensor | None:
+        with self._link.changed:  # nobody can have concluded without this rank
+            if self._find_lost(self.others):
+                raise MemberLost
+        is_pair = self.arrival.op == _BROADCAST or len(self.members) == 2
+        if is_pair or x.nbytes <= WHOLE_BYTES:
+            return sum_whole(self, x)
+        return sum_along(self, x) if chain_is_shorter(self._hosts()) else sum_slices(self, x)
 
-        A vector that goes out whole is a copy: ``x`` takes the sum when others may still read it.
+    def _hosts(self) -> list[str]:
+        """The host of each member, once all have come: all members must choose the same way."""
+        numbers = self._incarnations
+
+        def missing() -> list[int]:
+            entries = self._link.check().entries
+            return [rank for rank in self.others if entries[rank].incarnation != numbers[rank]]
+
+        self.await_members(missing)
+        entries = self._link.check().entries
+        return [entries[rank].host for rank in self.members]
+
+    # Sending -------------------------------------------------------------------------------------
+
+    def announce(self, x: Tensor) -> None:
+        """Tell all others what this rank brings, before any part of it."""
+        for rank in self.others:
+            self.send(rank, x.numel(), x.new_empty(0, device="cpu"))
+
+    def send(self, rank: int, start: int, piece: Tensor, summed: bool = False) -> Receipt:
+        """Send a part of a vector, or of the sum of all; it must not change before it arrives."""
+        phase = _SUMMED if summed else _ARRIVED
+        meta = _NAME.pack(*self._name) + _ARRIVAL.pack(phase, start, *self.arrival)
+        incarnation = self._incarnations[rank]
+        return self._link.send(rank, Topic.COLLECT, meta, piece, incarnation)
+
+    # Receiving -----------------------------------------------------------------------------------
+
+    def meet(self) -> list[int]:
+        """Wait until all others have said what they bring; return who contributes.
+
+        Raises:
+            MessageMismatch: a member calls something else.
         """
-        size, numel = len(self._members), x.numel()
-        if self._arrival.op == _BROADCAST or size == 2 or x.nbytes <= DIRECT_BYTES:
-            return host_copy(x).view(-1), [range(numel)] * size
-        ends = [numel * index // size for index in range(size + 1)]
-        slices = [range(ends[index], ends[index + 1]) for index in range(size)]
-        return x.detach().cpu().contiguous().view(-1), slices
-
-    def _hand_in(self, vector: Tensor, slices: Sequence[range]) -> None:
-        parts = [vector[part.start : part.stop] for part in slices]
-        if not self._arrival.weight:
-            parts = [vector[:0]] * len(slices)
-        self._send(_ARRIVED, self._others, parts)
-
-    def _send(self, phase: int, ranks: Sequence[int], parts: Sequence[Tensor]) -> None:
-        meta = _NAME.pack(*self._name) + _ARRIVAL.pack(phase, *self._arrival)
-        for rank in ranks:
-            part = parts[self._members.index(rank)]
-            incarnation = self._incarnations[rank]
-            self._link.send(rank, Topic.COLLECT, meta, part, incarnation)
-
-    def _arrivals(self) -> list[Handed]:
-        """What all members bring, in their order; refuses members that call something else."""
-        theirs = self._operation.arrivals
-        found = [
-            self._arrival if rank == self._link.rank else theirs[rank][0] for rank in self._members
-        ]
-        for rank, arrival in zip(self._members, found, strict=True):
-            if not arrival.fits(self._arrival):
+        theirs = self.operation.arrivals
+        self.await_members(lambda: [rank for rank in self.others if rank not in theirs])
+        arrivals = {rank: theirs.get(rank, self.arrival) for rank in self.members}
+        flags = 0
+        for rank, arrival in arrivals.items():
+            flags |= arrival.flags
+            if not arrival.fits(self.arrival):
                 raise MessageMismatch(
-                    f"rank {self._link.rank} calls {self._arrival}"
-                    f" where rank {rank} calls {arrival}"
+                    f"rank {self.rank} calls {self.arrival} where rank {rank} calls {arrival}"
                 )
-        return found
+        self._total = Total(sum(arrival.weight for arrival in arrivals.values()), flags)
+        return [rank for rank, arrival in arrivals.items() if arrival.weight]
 
-    def _sum(self, vector: Tensor, own: range, arrivals: list[Handed], weight: int) -> Tensor:
-        """Sum this rank's slice over all members, in their order."""
-        parts = [
-            vector[own.start : own.stop]
-            if rank == self._link.rank
-            else self._operation.arrivals[rank][1]
-            for rank, arrival in zip(self._members, arrivals, strict=True)
-            if arrival.weight
-        ]
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+    def scale(self, total: Tensor) -> Tensor:
+        """Multiply a part of the sum by what the caller wants."""
         if self._factor is not None:
-            total *= self._factor(weight)
+            total *= self._factor(self._total.weight)
         return total
-
-    def _assemble(self, own: Tensor) -> Tensor:
-        sums = self._operation.sums
-        return torch.cat([own if r == self._link.rank else sums[r] for r in self._members])
 
     # Waiting, and losses -------------------------------------------------------------------------
 
-    def _await(self, parts: Mapping[int, object]) -> bool:
-        """Wait for a part of every other member; False if one is lost before all have come.
+    def await_members(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until no member is missing.
 
-        It may be one whose part has come: others may lack it, and wait in another operation.
+        Raises:
+            MemberLost: a member is lost. It may be one whose part has come: others may lack it,
+                and wait in another operation.
         """
         with self._link.changed:
-            while not self._operation.lost:
-                missing = [rank for rank in self._others if rank not in parts]
-                if not missing:
-                    return True
-                if not self._find_lost(self._others):
+            while not self.operation.lost:
+                ranks = missing()
+                if not ranks:
+                    return
+                if not self._find_lost(self.others):
                     self._link.changed.wait(TICK_S)
-                    self._watch.check_limits(missing)
-        return False
+                    self._watch.check_limits(ranks)
+        raise MemberLost
 
     def _find_lost(self, ranks: Sequence[int]) -> frozenset[int]:
         """The members that are lost: these by the roll, others by what a member says."""
         roll, own = self._link.check(), self._incarnations
         gone = {rank for rank in ranks if roll.why_gone(rank, own[rank]) is not None}
-        self._operation.lost |= gone
-        return self._operation.lost
+        self.operation.lost |= gone
+        return self.operation.lost
 
     def _resolved(self) -> tuple[Total, Tensor | None]:
         """After a loss: take the sum of a survivor that has concluded; else raise the loss."""
         while True:
             with self._link.changed:
-                lost = self._operation.lost
-                self._operation.answers.clear()
-                survivors = [rank for rank in self._others if rank not in lost]
+                lost = self.operation.lost
+                self.operation.answers.clear()
+                survivors = [rank for rank in self.others if rank not in lost]
                 meta = _NAME.pack(*self._name) + _pack_ranks(lost)
                 for rank in survivors:
                     self._link.send(rank, Topic.ASK, meta, None, self._incarnations[rank])
                 if self._await_answers(lost, survivors):
                     break
-        if self._operation.concluded is not None:
-            return self._operation.concluded
+        if self.operation.concluded is not None:
+            return self.operation.concluded
         reason = self._await_reason(min(lost))
         self._link.flush()  # this rank may end now, and others must know that it has not concluded
         raise self._watch.lost(sorted(lost), reason)
 
     def _await_answers(self, lost: frozenset[int], survivors: Sequence[int]) -> bool:
         """Wait until one has concluded, or none of them has; False if another is lost first."""
-        operation = self._operation
+        operation = self.operation
         while operation.concluded is None:
             missing = [
                 rank

@@ -59,8 +59,9 @@ Handler = Callable[[int, int, bytes, Tensor], None]
 
 
 class Receipt(NamedTuple):
-    """What to ask for whether a message has arrived: its stream, and its last part."""
+    """What to ask for whether a message has arrived: its receiver, its stream, its last part."""
 
+    rank: int
     outbox: OutStream
     number: int
 
@@ -299,7 +300,7 @@ class RankLink:
             peer = self._peer(dst, incarnation or self.roll.incarnation(dst), self.incarnation)
             number = peer.outboxes[channel].add(bytes([kind]) + meta, content)
             self._pump(peer)
-        return Receipt(peer.outboxes[channel], number)
+        return Receipt(dst, peer.outboxes[channel], number)
 
     def send_when(
         self,

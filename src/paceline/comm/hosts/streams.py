@@ -88,6 +88,8 @@ class OutStream:
 
     def due(self) -> Iterator[Part]:
         """The parts to send now; each counts as sent when it is taken from the iterator."""
+        if self._next == self._end:
+            return
         for parcel in [*self._parcels]:
             if parcel.end <= self._next:
                 continue

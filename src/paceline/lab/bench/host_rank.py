@@ -29,9 +29,9 @@ from paceline.comm.hosts.world import HostsPorts
 from paceline.comm.hosts.zeromq import ZmqWire
 from paceline.comm.limits import Limits
 from paceline.comm.torch_distributed.connect import open_store
+from paceline.lab.bench.hosts import REGISTRAR_PORTS
 
 SMALL_BYTES = 64
-REGISTRAR_PORTS = {"paceline": 7001, "paceline, not encrypted": 7002}
 STORE_PORT = 7003
 WARM_BYTES = 8 << 20
 """How much passes before a transfer is timed: until then TCP does not know the line."""

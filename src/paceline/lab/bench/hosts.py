@@ -18,6 +18,8 @@ from paceline.errors import PacelineError
 from paceline.lab.network.hosts import HostNetwork
 
 MB = 1 << 20
+REGISTRAR_PORTS = {"paceline": 7001, "paceline, not encrypted": 7002}
+"""Two of the engines, and where the registrar of each listens on the first host."""
 _RANK = (sys.executable, "-m", "paceline.lab.bench.host_rank")
 
 
@@ -50,7 +52,7 @@ class Session(NamedTuple):
 LINKS = {
     "100 Mbit": Line(100),
     "1 Gbit": Line(1000),
-    "100 Mbit, 50 ms": Line(100, 50),
+    "100 Mbit 50 ms": Line(100, 50),
 }
 _TWO, _FOUR, _PAIRS = (0, 1), (0, 1, 2, 3), (0, 0, 1, 1)
 _SENDS = (("send", 4 * MB), ("send", 64 * MB), ("small", 64 * MB))
@@ -58,8 +60,8 @@ _SUMS = (("all_reduce", 4 * MB), ("all_reduce", 32 * MB))
 SESSIONS = (
     Session("100 Mbit", _TWO, _SENDS),
     Session("1 Gbit", _TWO, _SENDS),
-    Session("100 Mbit, 50 ms", _TWO, (("send", 4 * MB),)),
-    Session("100 Mbit, 50 ms", _FOUR, (("all_reduce", 4 << 10),)),
+    Session("100 Mbit 50 ms", _TWO, (("send", 4 * MB),)),
+    Session("100 Mbit 50 ms", _FOUR, (("all_reduce", 4 << 10),)),
     Session("100 Mbit", _FOUR, _SUMS),
     Session("100 Mbit", _PAIRS, _SUMS),
 )
@@ -95,8 +97,6 @@ def bench_session(session: Session, repeats: int) -> list[dict[str, Any]]:
 
 def _run_ranks(network: HostNetwork, session: Session, repeats: int) -> list[dict[str, Any]]:
     """Have all ranks do the cases; return what each of them says."""
-    from paceline.lab.bench.host_rank import REGISTRAR_PORTS
-
     common: dict[str, Any] = {"first": network.address(0), "token": secrets.token_hex(32)}
     common |= {"size": len(session.hosts), "cases": session.cases, "repeats": repeats}
     pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
@@ -140,7 +140,7 @@ def _row(
     row: dict[str, Any] = {
         "link": session.link,
         "engine": engine,
-        "what": _NAMES[what, len(set(session.hosts)), len(session.hosts)],
+        "what": _name(what, session.hosts),
         "bytes": nbytes,
         "ms": median * 1e3,
         "ms_range": [min(times) * 1e3, max(times) * 1e3],
@@ -153,9 +153,10 @@ def _row(
     return row | {"ratio_to_gloo": median / statistics.median(seconds["gloo"])}
 
 
-_NAMES = {
-    ("send", 2, 2): "send",
-    ("small", 2, 2): "64 bytes behind it",
-    ("all_reduce", 4, 4): "all_reduce, 4 hosts",
-    ("all_reduce", 2, 4): "all_reduce, 2 hosts x 2",
-}
+def _name(what: str, hosts: tuple[int, ...]) -> str:
+    """What a row calls a case."""
+    if what != "all_reduce":
+        return {"send": "send", "small": "64 bytes behind it"}[what]
+    count = len(set(hosts))
+    each = "" if count == len(hosts) else f" x {len(hosts) // count}"
+    return f"all_reduce, {count} hosts{each}"
