@@ -67,6 +67,7 @@ class RayCluster:
         """Start a command on a node; drivers find the cluster there."""
         address = f"{self._network.address(0)}:{PORT}"
         environment = {**os.environ, "RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes its time
         environment.pop("PYTHONPATH", None)
         how = {"stderr": subprocess.STDOUT, "text": True, **options}
         return self._network.popen(node, command, env=environment, **how)

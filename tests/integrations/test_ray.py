@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.namespaces import need_hosts, wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.may_skip]
 
+OUT = "runs/ray"
 SCRIPT = """
 import sys
 
@@ -29,7 +31,7 @@ def train(worker):
 
 if __name__ == "__main__":
     limits = pl.Limits(start_s={start_s})
-    pl.launch(train, on="ray", workers={workers}, strategy="gossip", out="run", limits=limits)
+    pl.launch(train, on="ray", workers={workers}, strategy="gossip", out={out!r}, limits=limits)
 """
 
 
@@ -47,6 +49,7 @@ def script(tmp_path):
 
     def write(workers=2, until_incarnation=0, start_s=300):
         facts = {"workers": workers, "until_incarnation": until_incarnation, "start_s": start_s}
+        facts["out"] = OUT
         path = [str(Path(__file__).parents[1])]
         (tmp_path / "train.py").write_text(SCRIPT.format(path=path, **facts))
 
@@ -60,21 +63,22 @@ def start(cluster, folder, *command):
 
 def begin(cluster, folder, *command):
     """Start a driver, and wait until its run trains."""
-    run, metrics = start(cluster, folder, *command), folder / "run" / "metrics.jsonl"
+    run, metrics = start(cluster, folder, *command), folder / OUT / "metrics.jsonl"
     wait_until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text()), 120)
     assert run.poll() is None, run.communicate()[0]
     return run
 
 
 def happened(folder, event):
-    events = json.loads((folder / "run" / "result.json").read_text())["events"]
+    events = json.loads((folder / OUT / "result.json").read_text())["events"]
     return [each["rank"] for each in events if each["event"] == event]
 
 
 def test_a_worker_of_a_lost_node_comes_back_on_another(cluster, script, tmp_path):
     script(until_incarnation=2)
-    line = ["run", "train.py", "--on", "ray", "-s", "gossip", "--max-restarts", "1", "--out", "run"]
-    run = begin(cluster, tmp_path, "-m", "paceline", *line)
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    (line,) = re.findall(r"^paceline run .* --on ray .*$", page, re.M)
+    run = begin(cluster, tmp_path, "-m", *shlex.split(line.replace("-w 8", "-w 2")))
     cluster.kill(1)
     printed, _ = run.communicate()
     assert run.returncode == 0, printed

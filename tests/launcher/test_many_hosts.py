@@ -40,7 +40,7 @@ def train(worker):
 def page_commands():
     """The commands of the page on clusters: the launcher's, and the agent's."""
     text = (ROOT / "docs" / "clusters.md").read_text()
-    return re.findall(r"^paceline run .*$", text, re.M)
+    return re.findall(r"^paceline run .*(?:--listen|--join) .*$", text, re.M)
 
 
 def start(command, folder, address):
@@ -243,7 +243,7 @@ print(answer[12:32].rstrip(bytes(1)).decode())
 )
 def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
     need_hosts()
-    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1))
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
     how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first, second = (
@@ -283,6 +283,11 @@ def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path
         (
             {"listen": "7000", "transport": "hosts"},
             r"listen \(7000\) must be an address and a port",
+        ),
+        ({"workers_per_host": 1}, r"workers_per_host \(1\) is for a run on many hosts"),
+        (
+            {"listen": "10.0.0.1:7000", "workers_per_host": 1},
+            r"workers \(2\) must be at most 1, or allreduce must take workers in: add on_loss",
         ),
         ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
         ({"encryption": False, "transport": "hosts"}, r"encryption \(False\) is for a run on many"),

@@ -178,15 +178,15 @@ class Agents:
 
     def _run(self) -> None:
         poller, looked_s = zmq.Poller(), 0.0
-        for socket in (self._zap, self._socket):
-            poller.register(socket, zmq.POLLIN)
+        # Other threads send with the lock, which poll does not hold: it must not touch the socket.
+        for what in (self._zap, self._socket.fd):
+            poller.register(what, zmq.POLLIN)
         while not self._over:
             ready = dict(poller.poll(int(250 * BEAT_S)))
             if self._zap in ready:
                 self._secret.answer(self._zap)
             with self.lock:
-                if self._socket in ready:
-                    self._hear()
+                self._hear()
                 if time.monotonic() > looked_s + BEAT_S:
                     looked_s = time.monotonic()
                     for line in self._lines.values():

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.launchers import launched
+from paceline.comm.launchers import Launched, launched
 from paceline.comm.limits import Limits
 from paceline.comm.metered import MeteredPorts
+from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
 from paceline.common.reference import refer_or_name
 from paceline.errors import (
@@ -23,6 +24,7 @@ from paceline.errors import (
     RunLost,
     ServingDone,
     UsageError,
+    name_ranks,
 )
 from paceline.launcher.rank import noting_origin
 from paceline.launcher.spec import InitSpec, Train, takes
@@ -44,8 +46,8 @@ def init(spec: InitSpec) -> Iterator[Worker]:
     The launcher's environment variables give this process its rank; without them it is the only
     worker. Leaving the block finishes the worker. A server or communicator serves, and its process
     ends inside the block. When a rank is lost, all others end with exit code 3 and a message that
-    names it. Strategy and seed must be the same on every rank. ``out`` gets this rank's trace and
-    metrics, and rank 0's model.
+    names it; over ``hosts``, those of an asynchronous method go on. Strategy and seed must be the
+    same on every rank. ``out`` gets this rank's trace and metrics, and rank 0's model.
 
     Raises:
         NotSaved: the model could not be written to ``out``.
@@ -73,11 +75,13 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
     if spec.out is not None:
         check_out(spec.out)
     process = launched()
+    workers = workers_in(spec.method, process.size) if process.size > 1 else 1
+    elastic = spec.transport == "hosts" and not spec.method.synchronous
     try:
-        ports = connect_under_launcher(process, spec.limits or Limits(), spec.rank_order)
+        ports = _connect(process, spec, workers, elastic)
     except RunLost as end:
         raise end.loss from None
-    workers = workers_in(spec.method, ports.size) if ports.size > 1 else 1
+    spec.check_global_batch(workers)
     files = RankFiles(spec.out, ports.rank, trace=spec.trace)
 
     def log(record: Metric) -> None:
@@ -94,6 +98,8 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         seed=spec.seed,
         device=spec.device_of(process.local_rank),
         listener=Listener(metric=log, event=print_event),
+        elastic=elastic,
+        global_batch=spec.global_batch,
     )
     try:
         with noting_origin(session):
@@ -101,6 +107,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
                 yield session
                 session.finish()
                 model_error = files.save_answer(session.model) if session.leads else None
+                _tell_losses(session)
             except ServingDone:
                 ports.close()
                 raise SystemExit(0) from None
@@ -110,6 +117,27 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
     finally:
         ports.give_up()
         files.close()
+
+
+def _connect(process: Launched, spec: InitSpec, workers: int, elastic: bool) -> Ports:
+    """Connect this process to the others, over the transport that was chosen."""
+    limits = spec.limits or Limits()
+    if spec.transport == "hosts" and process.size > 1:
+        from paceline.launcher.own_registrar import connect_beside_registrar
+
+        file = None if spec.token_file is None else Path(spec.token_file)
+        return connect_beside_registrar(process, limits, file, workers=workers, elastic=elastic)
+    return connect_under_launcher(process, limits, spec.rank_order)
+
+
+def _tell_losses(session: Session) -> None:
+    """Say without whom the run has ended; one rank says it for all."""
+    if session.leads and (lost := session.all_ranks.members.view().lost):
+        print(
+            f"paceline: the run went on without {name_ranks(sorted(lost))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def train_launched(
@@ -147,6 +175,7 @@ def train_launched(
             "spec": strategy_spec(session.strategy),
             "workers": session.size,
             "seed": spec.seed,
+            "global_batch": spec.global_batch,
             "arguments": dict(arguments),
         }
         write_result(Path(spec.out), vars(result), config)

@@ -27,6 +27,8 @@ from paceline.launcher.rank_process import Message
 
 MOST_FAILURES = 5
 """So many agents may end before they have joined; then Ray is not asked for another."""
+RAY_NOTICES_S = 60.0
+"""So long after the last sign of a node, Ray itself knows whether it is lost."""
 _LOOK_S = 0.2
 
 
@@ -121,6 +123,7 @@ class RayAgents(Agents):
         self._actors: dict[int, Any] = {}
         self._runs: dict[Any, int] = {}
         self._asked = self._failures = 0
+        self._avoided: set[str] = set()
 
     def await_hosts(self, count: int, how_to_join: str) -> None:
         """Have Ray place so many agents, and wait until they have joined."""
@@ -142,9 +145,31 @@ class RayAgents(Agents):
             self._failures += 1
             text = f"paceline: an agent that Ray started has ended: {failure}"
             print(text, file=sys.stderr, flush=True)
-        coming = {*self._runs.values()} - {host.hello["actor"] for host in self.hosts}
-        if count > len(coming) and self._failures < MOST_FAILURES:
-            self._ask_for(count - len(coming))
+        self._avoid_lost_nodes()
+        coming = len(self._coming())
+        if count > coming and self._failures < MOST_FAILURES:
+            self._ask_for(count - coming)
+
+    def _coming(self) -> set[int]:
+        """The actors that have been asked for, and whose agents have not joined yet."""
+        return {*self._runs.values()} - {host.hello["actor"] for host in self.hosts}
+
+    def _avoid_lost_nodes(self) -> None:
+        """Ask for no actors on nodes that are lost: Ray may not know it, and place them there."""
+        avoided = {
+            h.hello["node"] for h in self.hosts if h.is_silent and h.silent_s < RAY_NOTICES_S
+        }
+        if avoided != self._avoided:
+            self._avoided = avoided
+            for number in self._coming():
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        """Take back that an actor was asked for."""
+        import ray
+
+        ray.kill(self._actors.pop(number))
+        self._runs = {run: other for run, other in self._runs.items() if other != number}
 
     def _ask_for(self, count: int) -> None:
         import ray
@@ -154,9 +179,9 @@ class RayAgents(Agents):
             "num_gpus": self._cluster.gpus,
             "scheduling_strategy": "SPREAD",
         }
-        # Ray notices that a node is lost later than we do, and would go on to place actors there.
-        if lost := {host.hello["node"] for host in self.hosts if host.is_silent}:
-            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(lost))})"}
+        if self._avoided:
+            nodes = ",".join(sorted(self._avoided))
+            options["label_selector"] = {"ray.io/node-id": f"!in({nodes})"}
         for _ in range(count):
             self._asked += 1
             actor = ray.remote(AgentActor).options(**options).remote()
@@ -171,8 +196,8 @@ class RayAgents(Agents):
         reason = None
         for run in [run for run in self._runs if ray.wait([run], timeout=0)[0]]:
             number = self._runs.pop(run)
-            del self._actors[number]
             if number not in joined:
+                del self._actors[number]
                 reason = _how_ended(run)
         return reason
 

@@ -137,7 +137,7 @@ def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
     from paceline.comm.hosts.zeromq import ZmqWire
 
     os.close(fd)
-    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    names = ("rank", "size", "started_s", "late", "elastic", "workers", "start")
     own = {name: config[name] for name in names}
     secret = Secret(bytes.fromhex(config["token"]), config["encrypted"])
     limits = Limits(**config["limits"])
@@ -170,7 +170,7 @@ TRANSPORTS = {
 
 
 def connect_under_launcher(process: Launched, limits: Limits, rank_order: bool) -> Ports:
-    """Connect a process of another launcher; such a run survives no loss, has no checkpoints."""
+    """Connect a process of another launcher by torch.distributed; such a run survives no loss."""
     from paceline.comm.solo import solo_ports
     from paceline.comm.torch_distributed.connect import connect_launched
 

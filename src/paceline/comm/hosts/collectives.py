@@ -24,8 +24,8 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.liveness import TICK_S
-from paceline.comm.ports import Collectives, Factor, Total
-from paceline.errors import MessageMismatch
+from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
+from paceline.errors import MessageMismatch, PeerLost
 
 DIRECT_BYTES = 1 << 15
 """A vector of up to so many bytes goes to every member whole."""
@@ -115,6 +115,8 @@ class HostsCollectives(Collectives):
         self, x: Tensor, arrival: Handed, members: tuple[int, ...], factor: Factor | None
     ) -> Total:
         roll = self._link.check()
+        if new := [rank for rank in roll.not_ready(members) if rank != self._rank]:
+            raise PeerLost(new, "a collective", NOT_READY, 0.0)
         incarnations = {rank: roll.incarnation(rank) for rank in members}
         name = self._begin(incarnations)
         taking_part = _Part(self._link, name, incarnations, arrival, factor)

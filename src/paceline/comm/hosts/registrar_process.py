@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,7 @@ from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.wire import BEAT_S, NO_MESSAGE, Listener, Probe, Wire
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes
-from paceline.comm.standing import Standing
+from paceline.comm.standing import GONE, PRESENT, Standing
 
 if TYPE_CHECKING:
     from paceline.comm.hosts.secret import Secret
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MAX_FRAME = 1 << 20
 _FORGOTTEN_S = 30.0
 """A connection of which nothing was heard for so long gets nothing more."""
+_LINGER_S = 1.0
+"""So long a registrar without a launcher goes on after the last rank: its reply may be lost."""
 
 
 class HostProcesses(Protocol):
@@ -56,11 +59,12 @@ class RegistrarProcess:
             registrar.load_state(state)
         self._clients: dict[bytes, tuple[float, int]] = {}
         self._probes: dict[tuple[int, int], Probe] = {}
+        self._ended_s = 0.0
 
-    def run(self) -> None:
-        """Serve until this process is ended."""
+    def run(self, alone: bool = False) -> None:
+        """Serve until this process is ended; ``alone``, until all ranks are gone."""
         looked_s, beat_s = self._wire.now_s(), 0.0
-        while True:
+        while not (alone and self._is_over()):
             if self._listener in self._wire.poll(TICK_S / 2):
                 self._hear()
             now_s = self._wire.now_s()
@@ -74,6 +78,15 @@ class RegistrarProcess:
                 beat_s = now_s
                 self._tell_all({"beat": self._registrar.version}, now_s)
             self._push()
+
+    def _is_over(self) -> bool:
+        """Whether all ranks are gone, or nothing is heard of any."""
+        if all(entry.standing in GONE for entry in self._registrar.roll):
+            self._ended_s = self._ended_s or self._wire.now_s()
+            return self._wire.now_s() > self._ended_s + _LINGER_S
+        self._ended_s = 0.0
+        began = any(entry.incarnation for entry in self._registrar.roll)
+        return began and not self._clients
 
     def _hear(self) -> None:
         """Take all messages that are here; then save the state, and only then reply."""
@@ -116,7 +129,7 @@ class RegistrarProcess:
     def _watch_host(self) -> None:
         """See which processes of this host have died, are stopped, or run."""
         for rank, entry in enumerate(self._registrar.roll):
-            if entry.host == self._host and entry.standing in (Standing.JOINING, Standing.HERE):
+            if entry.host == self._host and entry.standing in PRESENT:
                 state = "stopped" if self._processes.is_stopped(rank) else "running"
                 if self._processes.has_died(rank):
                     state = "died"
@@ -124,11 +137,10 @@ class RegistrarProcess:
 
     def _probe_others(self) -> None:
         """See which processes of other hosts are gone: their agents may be gone with them."""
-        here = (Standing.JOINING, Standing.HERE)
         present = {
             (rank, entry.incarnation): entry
             for rank, entry in enumerate(self._registrar.roll)
-            if entry.addresses and entry.host != self._host and entry.standing in here
+            if entry.addresses and entry.host != self._host and entry.standing in PRESENT
         }
         for key in self._probes.keys() - present:
             self._probes.pop(key).close()
@@ -202,3 +214,18 @@ def at_descriptor(
     processes = Processes(lambda rank: registrar.roll[rank].pid, limits)
     adopted = wire.adopt(listener, _MAX_FRAME)
     return RegistrarProcess(registrar, wire, adopted, Journal(journal), processes)
+
+
+def main() -> None:
+    """The main function of a registrar that no launcher started; see ``own_registrar``."""
+    from paceline.comm.hosts.secret import Secret
+
+    facts = json.loads(sys.stdin.read())
+    limits = Limits(**facts["limits"])
+    registrar = Registrar(facts["size"], facts["workers"], [], limits.dead_s)
+    secret = Secret(bytes.fromhex(facts["token"]), facts["encrypted"])
+    at_descriptor(registrar, facts["listener"], facts["journal"], secret, limits).run(alone=True)
+
+
+if __name__ == "__main__":
+    main()

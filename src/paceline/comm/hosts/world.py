@@ -31,6 +31,7 @@ class HostsPorts(Ports):
         late: the ranks that come after the beginning.
         elastic: whether the others go on when one is lost.
         workers: how many of the ranks, the first ones, are workers.
+        start: how many processes the launcher started for this rank before.
     """
 
     mail: HostsMail
@@ -49,13 +50,14 @@ class HostsPorts(Ports):
         late: Sequence[int] = (),
         elastic: bool = True,
         workers: int | None = None,
+        start: int = 0,
     ) -> None:
         self.link = RankLink(registrar, host, rank, wire, limits, late)
         self._windows = HostsWindows(self.link, size if workers is None else workers, elastic)
         self.mail = mail = HostsMail(self.link, self._windows)
         self._collectives = HostsCollectives(self.link)
         # From here on messages are heard: all who take them are there.
-        members = HostsMembers(self.link, size, late, wire.place, self._begin)
+        members = HostsMembers(self.link, size, late, (*wire.place, start), self._begin)
         super().__init__(
             rank,
             size,

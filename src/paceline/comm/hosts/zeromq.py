@@ -53,6 +53,25 @@ class ZmqConnection(Connection):
         self._socket.close(linger=0)
 
 
+class ZmqHeardConnection(ZmqConnection):
+    """A connection on which any thread sends, under a lock, while another waits for what comes.
+
+    The thread that waits must not touch the socket without the lock, but only its descriptor. A
+    send may take away the signal there of what has come, and so always wakes that thread.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+        super().__init__(socket, None)
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK)
+        for descriptor in (socket.fd, self.wake):
+            poller.register(descriptor, zmq.POLLIN)
+
+    def send(self, head: bytes, chunk: Bytes | None = None) -> bool:
+        sent = super().send(head, chunk)
+        os.eventfd_write(self.wake, 1)
+        return sent
+
+
 class ZmqListener(Listener):
     """A socket that listens."""
 
@@ -88,6 +107,7 @@ class ZmqWire(Wire):
         self._zap.bind(ZAP_ADDRESS)
         self._poller.register(self._zap, zmq.POLLIN)
         self._ends: dict[object, Connection | Listener] = {}
+        self._heard: list[ZmqHeardConnection] = []
 
     def listen(self, host: str, most_bytes: int) -> Listener:
         return self._bind(f"tcp://{f'[{host}]' if ':' in host else host}:*", most_bytes)
@@ -117,8 +137,8 @@ class ZmqWire(Wire):
         socket.connect(address)
         if not heard:
             return ZmqConnection(socket, socket.get_monitor_socket(_HANDSHAKE))
-        self._poller.register(socket, zmq.POLLIN)
-        connection = self._ends[socket] = ZmqConnection(socket, None)
+        connection = ZmqHeardConnection(socket, self._poller)
+        self._heard.append(connection)
         return connection
 
     def probe(self, address: str) -> ZmqProbe:
@@ -126,10 +146,13 @@ class ZmqWire(Wire):
 
     def poll(self, seconds: float) -> Container[Connection | Listener]:
         ready = [socket for socket, _ in self._poller.poll(int(1000 * seconds))]
+        for heard in self._heard:
+            if heard.wake in ready:
+                os.eventfd_read(heard.wake)
         if self._zap in ready:
             ready.remove(self._zap)
             self._secret.answer(self._zap)
-        return [self._ends[socket] for socket in ready]
+        return [*self._heard, *(self._ends[socket] for socket in ready if socket in self._ends)]
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -147,3 +170,6 @@ class ZmqWire(Wire):
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+        for heard in self._heard:
+            os.close(heard.wake)
+        self._heard.clear()
