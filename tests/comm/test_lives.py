@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from paceline.comm.comm import Comm
+from paceline.comm.comm import Comm, Seats
 from paceline.comm.limits import Limits
+from paceline.comm.ports import Roster
 from paceline.comm.shared.members import Entry
 from paceline.comm.shared.memory import Arena
 from paceline.comm.shared.world import SharedPorts
@@ -164,3 +165,50 @@ def test_batches_are_not_taken_from_who_has_come_again_meanwhile(two):
     assert [other.queue.draw(0, 0) for _ in range(3)] == [1, 2, 3]
     reader.batches.take_back(1, struck)
     assert reader.queue.draw(0, 0) == 4 and other.batches.in_hand(1)
+
+
+# Members that are taken in ------------------------------------------------------------------------
+
+
+def wait(rank: SharedPorts) -> None:
+    """Have the member table say that a rank, which has come again, waits to be taken in."""
+    table = rank.shared.table
+    assert table.change(rank.rank, table[rank.rank], Standing.WAITING)
+
+
+def test_all_who_ask_for_a_number_get_the_same_roster(two):
+    first, other = two
+    members = first.members
+    lose(other)
+    before = members.roster(3, take_in=True)
+    assert before == Roster(((0, 1),)), "one that has not asked is not taken in"
+    assert not members.someone_waits()
+    wait(other)
+    assert members.someone_waits()
+    assert members.roster(3, take_in=True) == before
+    assert members.roster(4) == before, "the other kind takes nobody in"
+    taken = members.roster(5, take_in=True)
+    assert taken == Roster(((0, 1), (1, 2)), frozenset({1}))
+    assert members.roster(5, take_in=True) == taken and members.alive() == (0, 1)
+    assert members.roster(3, take_in=True) is None and members.roster(4) == before
+
+
+def test_a_collective_misses_a_rank_that_was_not_taken_in(two):
+    first, other = two
+    comm = Comm(first, elastic=True, seats=Seats([(0, 1), (1, 1)]))
+    lose(other)
+    assert comm.all_reduce(LIKE.clone()).weight == 1 and tuple(comm.present) == (0,)
+    wait(other)
+    assert comm.all_reduce(LIKE.clone()).weight == 1 and comm.someone_waits
+
+
+@pytest.mark.parametrize("stores", range(9))
+def test_a_kill_while_one_is_taken_in_leaves_it_out_or_lets_the_next_take_it_in(two, stores):
+    first, other = two
+    lose(other)
+    wait(other)
+    with killed_after(first, stores):
+        first.members.roster(5, take_in=True)
+    taken = first.members.roster(5, take_in=True)
+    assert taken == Roster(((0, 1), (1, 2)), frozenset({1}))
+    assert other.shared.table[1] == Entry(2, Standing.HERE)

@@ -55,9 +55,11 @@ def simpler(schedule: AnySchedule) -> Iterator[AnySchedule]:
         for smaller in make(schedule):
             try:
                 smaller.cluster.check_faults(smaller.script, smaller.size)
-                yield smaller
+                accepts_joiners = smaller.losses.accepts_joiners
             except UsageError:
                 continue
+            if accepts_joiners or not any(fault.kind == "join" for fault in smaller.script):
+                yield smaller
 
 
 def _fewer_faults(schedule: Schedule) -> Iterator[Schedule]:
