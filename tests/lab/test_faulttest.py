@@ -10,6 +10,7 @@ from support import warm
 
 from paceline.errors import UsageError
 from paceline.lab.faulttest.campaign import campaign, read_corpus, try_one
+from paceline.lab.faulttest.hosts.schedule import HOSTS
 from paceline.lab.faulttest.schedule import Schedule, draw
 from paceline.lab.faulttest.shrink import shrink, simpler
 from paceline.lab.faulttest.trial import run
@@ -57,7 +58,7 @@ def load(name):
 # All laws hold -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", CORPUS, ids=lambda schedule: schedule.strategy)
+@pytest.mark.parametrize("schedule", CORPUS, ids=lambda schedule: schedule.name)
 def test_a_schedule_of_the_corpus_breaks_no_law(schedule):
     _, failure = try_one(schedule)
     assert failure is None, failure.text
@@ -146,10 +147,10 @@ def test_a_planted_bug_still_fits_the_source(bug, tmp_path):
     if shutil.which("patch") is None:
         pytest.fail("these tests need the command patch")
     planted.plant(bug, tmp_path)
-    assert set(bug.methods) <= set(STRATEGIES)
+    assert set(bug.methods) <= {*STRATEGIES, HOSTS}
 
 
-@pytest.mark.parametrize("name", ["03", "06", "16"])
+@pytest.mark.parametrize("name", ["03", "06", "16", "22", "23", "40"])
 def test_a_planted_bug_is_found(name, monkeypatch):
     monkeypatch.setattr(planted, "sys", SimpleNamespace(executable=warm.python()))
     (bug,) = planted.bugs([name])

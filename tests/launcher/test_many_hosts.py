@@ -284,6 +284,11 @@ def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path
             {"listen": "7000", "transport": "hosts"},
             r"listen \(7000\) must be an address and a port",
         ),
+        ({"workers_per_host": 1}, r"workers_per_host \(1\) is for a run on many hosts"),
+        (
+            {"listen": "10.0.0.1:7000", "workers_per_host": 1},
+            r"workers \(2\) must be at most 1, or allreduce must take workers in: add on_loss",
+        ),
         ({"listen": "10.0.0.1:70000", "transport": "hosts"}, "must be an address and a port"),
         ({"encryption": False, "transport": "hosts"}, r"encryption \(False\) is for a run on many"),
     ],

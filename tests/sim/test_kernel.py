@@ -31,6 +31,23 @@ def test_events_of_one_time_happen_in_the_order_they_were_made():
     assert calendar.now_s == 1.0
 
 
+def test_a_rank_that_is_added_runs_from_then_on_until_it_ends():
+    log = []
+
+    def late(baton, rank):
+        log.append((rank, baton.calendar.now_s))
+        baton.sleep(rank, 3.0)
+        log.append((rank, baton.calendar.now_s))
+
+    def body(baton, rank):
+        baton.sleep(rank, 1.0)
+        log.append(baton.spawn(lambda rank: late(baton, rank)))
+        baton.sleep(rank, 1.0)
+
+    assert run(1, body).now_s == 4.0
+    assert log == [1, (1, 1.0), (1, 4.0)]
+
+
 def test_exactly_one_rank_runs_at_a_time_in_order_of_time():
     log, running = [], []
 

@@ -215,7 +215,7 @@ def test_a_worker_joins_when_it_is_told():
         (pl.kill(rank=4).at(step=1), r"kill: rank \(4\) must be below 4"),
         (pl.cut(rank=0, peer=4), r"cut: peer \(4\) must be below 4"),
         (pl.degrade(node=9, factor=0.1), r"degrade: node \(9\) must be below 4"),
-        (pl.join(rank=1).at(seconds=1), "allreduce is synchronous and cannot take late joiners"),
+        (pl.join(rank=1).at(seconds=1), "allreduce takes workers in only with on_loss=.continue"),
     ],
 )
 def test_faults_that_cannot_happen_are_refused(fault, message):

@@ -26,17 +26,17 @@ from torch.utils.data import (
 
 import paceline as pl
 from paceline.sim.cluster import Cluster, Compute
-from paceline.training.loader import global_batches, shard_epoch
+from paceline.training.division import global_batches, shard_epoch
 
 
 @settings(max_examples=200)
 @given(samples=st.integers(0, 400), batch=st.integers(1, 17), workers=st.integers(1, 9))
 def test_shards_cover_an_epoch_evenly(samples, batch, workers):
     order = np.random.default_rng(0).permutation(samples)
-    shards = [shard_epoch(order, batch, workers, rank) for rank in range(workers)]
+    shards = [shard_epoch(order, batch * workers, workers, rank) for rank in range(workers)]
     seen = [int(i) for shard in shards for part in shard for i in part]
     assert sorted(seen) == list(range(samples))
-    assert sum(global_batches(samples, batch, workers)) == samples
+    assert sum(global_batches(samples, batch * workers, workers)) == samples
     if samples >= workers:
         assert len({len(shard) for shard in shards}) == 1, "every worker makes as many steps"
     sizes = [len(part) for shard in shards for part in shard]

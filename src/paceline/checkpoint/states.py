@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.checkpoint.disk import replace_file
@@ -63,6 +63,14 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
     except _UNFIT as error:
         raise UsageError(f"no saved state in {path}: {reason_of(error)}") from None
     return unpacked
+
+
+def unpack_state(content: bytes) -> dict[str, Any]:
+    """The state that :func:`pack_state` was given."""
+    (length,) = struct.unpack_from("<Q", content)
+    header = strict_json(content[8 : 8 + length].decode())
+    state: dict[str, Any] = _unpack(strict_json(header["__metadata__"]["state"]), load(content))
+    return state
 
 
 def check_header(path: Path) -> None:

@@ -298,7 +298,8 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     """Refuse a file that differs from the one that was written."""
     if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{path.name} is missing")
+        whose = ": the host of that rank wrote it" if path.name != METRICS else ""
+        raise ValueError(f"{path.name} is missing{whose}")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise ValueError(f"{path.name} has {size} bytes, but was written with {entry['bytes']}")

@@ -18,6 +18,7 @@ from paceline.cli.options import (
     CheckpointOptions,
     Device,
     FaultOptions,
+    GlobalBatchSize,
     NoTrace,
     OutputOptions,
     Repeats,
@@ -96,12 +97,21 @@ def run(
     transport: TransportName = None,
     device: Device = "cpu",
     no_trace: NoTrace = False,
+    global_batch: GlobalBatchSize = None,
     on: Annotated[
         str | None, Option("--on", help="ray: have the workers on the nodes of a Ray cluster.")
     ] = None,
     hosts: Annotated[
         int, Option("--hosts", help="How many hosts; each of the others joins with --join.")
     ] = 1,
+    workers_per_host: Annotated[
+        int | None,
+        Option(
+            "--workers-per-host",
+            help="How many workers a host takes at most; the others wait for hosts that join in"
+            " mid-run.",
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
         Option("--listen", metavar="ADDRESS:PORT", help="Where this host listens for the others."),
@@ -138,14 +148,18 @@ def run(
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), Path(join))
         return
-    job, screen = _job(training, strategy, saving, no_trace), training.screen()
+    job = _job(training, strategy, saving, no_trace, global_batch)
+    screen = training.screen()
     policy = {**injected.policy(), **saving.policy()}
     if on is not None:
         one_of("on", on, ("ray",))
-    if on is not None or hosts != 1 or listen is not None or no_encryption:
-        policy |= {"on": on, "hosts": hosts, "listen": listen, "token_file": token_file}
+    many = {"on": on, "workers_per_host": workers_per_host, "listen": listen}
+    if hosts != 1 or no_encryption or any(value is not None for value in many.values()):
+        policy |= {**many, "hosts": hosts, "token_file": token_file}
         policy |= {"encryption": not no_encryption}
         transport = transport or "hosts"
+        if workers is None and workers_per_host is not None:
+            workers = hosts * workers_per_host
     result = job.run(screen, workers, transport, device, injected.script(), policy)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
@@ -165,6 +179,7 @@ def sim(
     ] = CLUSTER,
     as_model: AsModel = None,
     no_trace: NoTrace = False,
+    global_batch: GlobalBatchSize = None,
     replay: Annotated[
         Path | None,
         Option(
@@ -179,7 +194,7 @@ def sim(
         refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saving, no_trace)
+    job = _job(training, strategy, saving, no_trace, global_batch)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy()}
@@ -198,13 +213,24 @@ def _exit_if_failed(result: Result) -> None:
 
 
 def _job(
-    training: TrainingOptions, strategy: str, saving: CheckpointOptions, no_trace: bool
+    training: TrainingOptions,
+    strategy: str,
+    saving: CheckpointOptions,
+    no_trace: bool,
+    global_batch: int | None,
 ) -> Job:
     if saving.resume and training.out is None:
         raise UsageError("--resume needs --out, the folder of the run to resume")
     task = find_task(training)
     method = make_strategy(strategy, parse_settings(training.settings))
-    return Job(task=task, strategy=method, seed=training.seed, out=training.out, trace=not no_trace)
+    return Job(
+        task=task,
+        strategy=method,
+        seed=training.seed,
+        out=training.out,
+        trace=not no_trace,
+        global_batch=global_batch,
+    )
 
 
 @command(app, epilog=_CLUSTERS)
@@ -422,6 +448,10 @@ def faulttest(
     method: Annotated[
         list[str] | None, Option("--method", "-m", help="A method; may be repeated. [default: all]")
     ] = None,
+    world: Annotated[
+        str | None,
+        Option("--world", help="Only runs in this world: simulated or hosts. [default: both]"),
+    ] = None,
     seeds: Annotated[int, Option("--seeds", help="How many seeds for each method.")] = 200,
     seed: Annotated[int, Option("--seed", help="The first seed.")] = 0,
     replay: Annotated[
@@ -442,7 +472,7 @@ def faulttest(
         refuse_together(context, chosen, allowed, "the schedule decides it")
         f.replay(output.screen(), [replay] if replay else f.schedules_in(corpus or Path()))
         return
-    f.show_campaign(output.screen(), method or [], seeds, seed)
+    f.show_campaign(output.screen(), method or [], world, seeds, seed)
 
 
 @command(app)

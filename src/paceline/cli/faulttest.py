@@ -9,26 +9,38 @@ import typer
 
 from paceline.cli.screen import Screen, number
 from paceline.common.files import reason_of
-from paceline.common.options import at_least
+from paceline.common.options import at_least, one_of
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
+from paceline.lab.faulttest.hosts.schedule import HOSTS
 from paceline.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from paceline.lab.faulttest.campaign import Failure
 
 
-def show_campaign(screen: Screen, methods: list[str], seeds: int, first: int) -> None:
+WORLDS = ("simulated", HOSTS)
+
+
+def show_campaign(
+    screen: Screen, methods: list[str], world: str | None, seeds: int, first: int
+) -> None:
     """Run many seeds; shrink each that breaks a law, and show it as a command."""
     check_seed(first)
     at_least("seeds", seeds, 1)
+    if world is not None:
+        one_of("world", world, WORLDS)
+    if world == HOSTS and methods:
+        raise UsageError(f"world ({HOSTS}) must come without --method: its runs have none")
     for name in methods:
         if name not in STRATEGIES:
             raise unknown("strategy", name, STRATEGIES)
     from paceline.lab.faulttest.campaign import as_json, campaign
     from paceline.lab.faulttest.shrink import smallest
 
-    report = campaign(methods or list(STRATEGIES), range(first, first + seeds))
+    simulated = [] if world == HOSTS else methods or list(STRATEGIES)
+    others = [] if world == "simulated" or methods else [HOSTS]
+    report = campaign([*simulated, *others], range(first, first + seeds))
     report.failures = [smallest(failure) for failure in report.failures]
     screen.table(
         ["method", "seeds", "violations"],
@@ -54,11 +66,11 @@ def show_failure(screen: Screen, failure: Failure) -> None:
 def replay(screen: Screen, schedules: list[str]) -> None:
     """Run given schedules."""
     from paceline.lab.faulttest.campaign import Report, as_json, try_one
-    from paceline.lab.faulttest.schedule import Schedule
+    from paceline.lab.faulttest.worlds import parse
 
     report = Report()
     for text in schedules:
-        schedule = Schedule.parse(text)
+        schedule = parse(text)
         sites, failure = try_one(schedule)
         report.runs[schedule.name] += 1
         report.sites.setdefault(schedule.name, sites)

@@ -58,6 +58,13 @@ Script = Annotated[
         show_default=False,
     ),
 ]
+GlobalBatchSize = Annotated[
+    int | None,
+    Option(
+        "--global-batch",
+        help="Samples of all workers in a step, shared out equally; synchronous methods only.",
+    ),
+]
 NoTrace = Annotated[
     bool, Option("--no-trace", help="Write no trace; replays and timelines need one.")
 ]

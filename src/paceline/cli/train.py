@@ -38,6 +38,7 @@ class Job:
     seed: int
     out: Path | None
     trace: bool = True
+    global_batch: int | None = None
 
     def run(
         self,
@@ -133,6 +134,7 @@ class Job:
             "seed": self.seed,
             "on_metric": watch.metric,
             "trace": self.trace,
+            "global_batch": self.global_batch,
         }
 
 
@@ -182,7 +184,8 @@ def replay_run(
         source = next(location for kind, location in task.reference.items() if kind != "name")
         screen.say(f"Replaying {path}, a run of {task.reference['name']} in {source}")
         method, seed = _recorded_method(run), run.config["seed"]
-    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace)
+    together = run.config.get("global_batch")
+    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace, global_batch=together)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)
     show_result(screen, result, task.name, cluster.name, _compared(run, difference))

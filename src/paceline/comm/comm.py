@@ -6,10 +6,20 @@ here. ``docs/comm-contract.md`` has the contract in full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.ports import PUBLISHED, Factor, Lost, Message, Ports, Published, Total, View
+from paceline.comm.ports import (
+    NOT_READY,
+    PUBLISHED,
+    Factor,
+    Lost,
+    Message,
+    Ports,
+    Published,
+    Total,
+    View,
+)
 from paceline.comm.ranks import Gone, Others, Ranks, everyone
 from paceline.comm.ranks import ranks as as_ranks
 from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
@@ -17,8 +27,31 @@ from paceline.errors import MessageMismatch, PeerLost, PeersGone, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+WAITING, CLOSING = 128, 64
+"""Flags that a Comm with seats adds to those of an all-reduce: this rank knows of one that waits to
+be taken in; this rank has come to its end, and nobody is taken in any more."""
 CHANGE_S = 30.0
 """How long a rank that finds all others lost waits for one of them, before it gives up."""
+
+
+class Seats:
+    """Which incarnation of which rank takes part in collectives of a run that grows.
+
+    All members have the same seats, since they change them at the same synchronization. A Comm and
+    its groups share them.
+
+    Attributes:
+        taken: the incarnation of each rank that has one.
+        closing: whether this rank has come to its end.
+        version: grows with each change.
+    """
+
+    def __init__(self, members: Iterable[tuple[int, int]] = ()) -> None:
+        self.taken, self.closing, self.version = dict(members), False, 0
+
+    def fill(self, members: Iterable[tuple[int, int]]) -> None:
+        """Have these members from now on."""
+        self.taken, self.version = dict(members), self.version + 1
 
 
 class Comm:
@@ -32,6 +65,7 @@ class Comm:
         ports: this rank's place in the world.
         ranks: the world's ranks that form the group; all, when not given.
         elastic: whether collectives go on among those that are left when a member is lost.
+        seats: who takes part in collectives, where that is agreed on; all of the group otherwise.
 
     Attributes:
         board: what ranks leave for others without waiting for them.
@@ -41,10 +75,15 @@ class Comm:
         size: how many ranks the group has.
         present: who took part in the last collective; the same on all who did.
         collectives_done: how many collectives this rank has taken part in here.
+        someone_waits: whether, by the last all-reduce, a rank is to be taken in; the same on all.
     """
 
     def __init__(
-        self, ports: Ports, ranks: Sequence[int] | None = None, elastic: bool = False
+        self,
+        ports: Ports,
+        ranks: Sequence[int] | None = None,
+        elastic: bool = False,
+        seats: Seats | None = None,
     ) -> None:
         self.ports, self.elastic, self.clock = ports, elastic, ports.clock
         self.ranks = everyone(ports.size) if ranks is None else as_ranks(tuple(ranks))
@@ -66,6 +105,10 @@ class Comm:
         self._version = -1
         self._early: dict[int, tuple[int, Message]] = {}
         self._left_out: frozenset[tuple[int, int]] = frozenset()
+        self.seats, self._seen = seats, -1
+        self.someone_waits = False
+        if seats is not None:
+            self._take_seats(seats)
 
     def group(
         self, ranks: Sequence[int] | None = None, strict: bool = False, metered: bool = True
@@ -84,7 +127,9 @@ class Comm:
                 f"group {tuple(members)} must hold rank {self.rank}, and each rank once"
             )
         ports = self.ports if metered else self.ports.off_meter()
-        return Comm(ports, [self.ranks[rank] for rank in members], self.elastic and not strict)
+        seats = None if strict else self.seats
+        ranks = [self.ranks[rank] for rank in members]
+        return Comm(ports, ranks, self.elastic and not strict, seats)
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -169,7 +214,7 @@ class Comm:
             weight: what this rank's contribution counts for.
             factor: given the sum of the weights, what to multiply the sum by on the way; a mean is
                 ``factor=lambda total: 1 / total``. It must be the same function on every rank.
-            flags: bits that all ranks learn of: the answer has those of all, or-ed.
+            flags: up to 6 bits that all ranks learn of: the answer has those of all, or-ed.
         """
         if weight < 0:
             raise UsageError(f"weight ({weight}) must be at least 0")
@@ -177,12 +222,12 @@ class Comm:
         while True:
             members = self._without_missed()
             try:
-                total = self._all_reduce(vector, weight, members, factor, flags)
+                total = self._all_reduce(vector, weight, members, factor, flags | self._news())
             except PeerLost as lost:
                 self._leave_out(lost)
             else:
                 self._took_part(members)
-                return total
+                return self._heard(total)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Make ``x`` equal to that of ``src`` on every rank."""
@@ -203,6 +248,36 @@ class Comm:
 
         self.all_reduce(torch.empty(0))
 
+    def _news(self) -> int:
+        """The flags of this Comm itself."""
+        if self.seats is None:
+            return 0
+        return WAITING * self._world.someone_waits() | CLOSING * self.seats.closing
+
+    def _heard(self, total: Total) -> Total:
+        """Note what all know now; return the total without these flags."""
+        if self.seats is None:
+            return total
+        self.someone_waits = total.flags & (WAITING | CLOSING) == WAITING
+        return total._replace(flags=total.flags & ~(WAITING | CLOSING))
+
+    def admit(self, members: Iterable[tuple[int, int]]) -> None:
+        """Go on among these ranks of the world, each with its incarnation.
+
+        All of them must call this between the same two collectives.
+        """
+        assert self.seats is not None
+        self.seats.fill(members)
+        self._take_seats(self.seats)
+        self.someone_waits = False
+
+    def _take_seats(self, seats: Seats) -> None:
+        """Have the members that the seats say, without those that were missed here."""
+        taken, self._seen = seats.taken, seats.version
+        here = (r for r in self.ranks if r in taken and (r, taken[r]) not in self._left_out)
+        self._last_members = as_ranks(tuple(here))
+        self.present = tuple(self.ranks.index_of[rank] for rank in self._last_members)
+
     def _took_part(self, members: Ranks) -> None:
         self.collectives_done += 1
         if members is not self._last_members:
@@ -216,12 +291,25 @@ class Comm:
         group. A vector is as it was when an operation has failed, so that it can be done again.
         """
         if not self.elastic or needed in lost.ranks:
+            if self.elastic and self.seats is not None:
+                self._give_up_seats(lost.ranks, self.seats)
             raise lost
-        ended = self._world.view().last_ended
-        self._left_out |= {(rank, ended(rank)) for rank in lost.ranks}
+        if self.seats is not None:
+            return self._give_up_seats(lost.ranks, self.seats)
+        view, new = self._world.view(), lost.reason == NOT_READY
+        number = view.incarnations.__getitem__ if new else view.last_ended
+        self._left_out |= {(rank, number(rank)) for rank in lost.ranks}
+
+    def _give_up_seats(self, lost: Sequence[int], seats: Seats) -> None:
+        self._left_out |= {(rank, seats.taken[rank]) for rank in lost}
+        self._take_seats(seats)
 
     def _without_missed(self) -> Ranks:
         """The members without those that were missed, unless they have come again."""
+        if self.seats is not None:
+            if self._seen != self.seats.version:
+                self._take_seats(self.seats)
+            return self._last_members
         if not self._left_out:
             return self.ranks
         number = self._world.incarnation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.comm.ports import Members, View
+from paceline.comm.ports import Members, Roster, View
 from paceline.comm.ranks import everyone, ranks
 from paceline.errors import PeerLost, UsageError
 
@@ -43,6 +43,15 @@ class FixedMembers(Members):
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
         return tuple((rank, 1) for rank in self.starters)
+
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        return Roster(self.final_roster())
+
+    def someone_waits(self) -> bool:
+        return False
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        raise UsageError("this world does not take a rank in")
 
     def wait_for_change(self, seconds: float) -> bool:
         return False

@@ -20,24 +20,33 @@ class MembershipPolicy:
         workers: how many there are; the ranks after them serve, and are always restarted.
         on_loss: ``continue`` or ``stop``; by default asynchronous methods continue.
         max_restarts: how many restarts of workers the run makes in total.
+        takes_in: whether a worker can join the method in mid-run.
     """
 
     def __init__(
-        self, synchronous: bool, workers: int, on_loss: str | None, max_restarts: int
+        self,
+        synchronous: bool,
+        workers: int,
+        on_loss: str | None,
+        max_restarts: int,
+        takes_in: bool = True,
     ) -> None:
         if on_loss is not None:
             one_of("on_loss", on_loss, ON_LOSS)
         at_least("max_restarts", max_restarts, 0)
-        if max_restarts and synchronous:
+        if max_restarts and not takes_in:
             raise UsageError(
-                f"max_restarts ({max_restarts}) must be 0: no worker can join a synchronous method"
-                " during a run"
+                f"max_restarts ({max_restarts}) must be 0: no worker can join this method during a"
+                " run"
             )
         self.on_loss = on_loss or ("stop" if synchronous else "continue")
         if max_restarts and not self.goes_on:
-            raise UsageError(f"max_restarts ({max_restarts}) must be 0 where a loss ends the run")
+            raise UsageError(
+                f"max_restarts ({max_restarts}) must be 0 where a loss ends the run: add"
+                ' on_loss="continue"'
+            )
         self.workers, self.max_restarts = workers, max_restarts
-        self._synchronous = synchronous
+        self._synchronous, self._takes_in = synchronous, takes_in
         self._restarted: Counter[int] = Counter()
 
     @property
@@ -48,7 +57,7 @@ class MembershipPolicy:
     @property
     def accepts_joiners(self) -> bool:
         """Whether a worker can join while the run is under way."""
-        return self.goes_on and not self._synchronous
+        return self.goes_on and self._takes_in
 
     @property
     def ends_at_once(self) -> bool:
@@ -61,7 +70,8 @@ class MembershipPolicy:
     def may_rejoin(self, rank: int) -> bool:
         """Whether ``rank``, lost because it was stopped, may rejoin; the run kills it otherwise.
 
-        A server has a successor by then, and a synchronous method cannot take a worker in again.
+        A server has a successor by then. A worker of a synchronous method can come again only in a
+        new process, which begins to train where the others are.
         """
         return rank < self.workers and not self._synchronous
 

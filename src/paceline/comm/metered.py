@@ -30,6 +30,7 @@ from paceline.comm.ports import (
     Message,
     Ports,
     Published,
+    Roster,
     Sending,
     Total,
     View,
@@ -265,6 +266,18 @@ class TracedMembers(Members):
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
         return self._inner.final_roster()
+
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        return self._inner.roster(number, take_in)
+
+    def someone_waits(self) -> bool:
+        return self._inner.someone_waits()
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        with self._recorder.waiting:
+            roster = self._inner.wait_to_be_taken_in(workers)
+        self._recorder.note("arrived", life=self.incarnation(self._rank))
+        return roster
 
     def wait_for_change(self, seconds: float) -> bool:
         with self._recorder.waiting:

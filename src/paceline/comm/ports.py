@@ -26,6 +26,8 @@ PUBLISHED, SAVED, SHELF = 0, 1, 2
 """A rank's windows: what peers read, what a successor takes up, and the first of its shelves."""
 SHELVES = 2
 """How many shelves a rank has, for vectors that stay readable after it is gone."""
+NOT_READY = "it died, and its successor is no member yet"
+"""Why a collective misses a rank that has come again and was not taken in."""
 MAILBOX_CAPACITY = 2
 """How many posted messages of one sender a mailbox holds before ``post`` returns False."""
 
@@ -122,6 +124,18 @@ class Call(NamedTuple):
     incarnations: tuple[int, ...] = ()
 
 
+class Roster(NamedTuple):
+    """Who acts together, as all of them were told.
+
+    Attributes:
+        members: each with its incarnation.
+        joined: those of them that were taken in.
+    """
+
+    members: tuple[tuple[int, int], ...]
+    joined: frozenset[int] = frozenset()
+
+
 class Sending(Protocol):
     """A message that its receiver has not taken yet; it owns its vector until :meth:`wait`."""
 
@@ -204,6 +218,22 @@ class Members(Protocol):
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
         """The members, each with its incarnation, as they were when the first rank asked this."""
+
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        """The members as they were when the first rank asked for this number.
+
+        With ``take_in``, those who wait to be taken in are members from then on. The numbers of the
+        two kinds are apart. None when a rank has asked for a later number of this kind.
+        """
+
+    def someone_waits(self) -> bool:
+        """Whether a rank waits to be taken in. Never waits."""
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        """Wait until the others have taken this late joiner in; return whom it is now among.
+
+        Raises PeersGone when none of the other ``workers`` is here to do that.
+        """
 
     def wait_for_change(self, seconds: float) -> bool:
         """Wait until a rank has come or gone; False when none has after so long."""

@@ -14,7 +14,9 @@ class Standing(IntEnum):
     LEFT = 3
     DIED = 4
     STOPPED = 5
+    WAITING = 6
 
 
+PRESENT = (Standing.JOINING, Standing.WAITING, Standing.HERE)
 LOST = (Standing.DIED, Standing.STOPPED)
 GONE = (Standing.LEFT, *LOST)

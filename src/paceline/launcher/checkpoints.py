@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.checkpoint.disk import DISK, Disk
 from paceline.checkpoint.store import FOLDER, Checkpoint, Saved, Store
+from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import Fault
 from paceline.common.files import reason_of
 from paceline.common.options import at_least, positive
@@ -101,12 +102,19 @@ class CheckpointCoordinator:
         folder = str(self.folder.absolute())
         return Plan(folder=folder, steps=self._steps, minutes=self._minutes, resume=resume)
 
-    @property
-    def late_joiners(self) -> list[Fault]:
+    def late_joiners(self, policy: MembershipPolicy) -> list[Fault]:
         """Joins of the workers that the checkpoint lacks: they had been lost when it was made."""
-        present = range(self._ranks) if self.start is None else self.start.ranks
-        absent = [rank for rank in range(self._ranks) if rank not in present]
+        absent = self._absent if policy.accepts_joiners else []
         return [Fault(kind="join", rank=rank, at_s=self.start_s) for rank in absent]
+
+    def away(self, policy: MembershipPolicy) -> list[int]:
+        """The workers that the checkpoint lacks, where nobody can join: they stay lost."""
+        return [] if policy.accepts_joiners else self._absent
+
+    @property
+    def _absent(self) -> list[int]:
+        present = range(self._ranks) if self.start is None else self.start.ranks
+        return [rank for rank in range(self._ranks) if rank not in present]
 
     @property
     def start_s(self) -> float:

@@ -81,6 +81,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         ports = _connect(process, spec, workers, elastic)
     except RunLost as end:
         raise end.loss from None
+    spec.check_global_batch(workers)
     files = RankFiles(spec.out, ports.rank, trace=spec.trace)
 
     def log(record: Metric) -> None:
@@ -98,6 +99,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         device=spec.device_of(process.local_rank),
         listener=Listener(metric=log, event=print_event),
         elastic=elastic,
+        global_batch=spec.global_batch,
     )
     try:
         with noting_origin(session):
@@ -173,6 +175,7 @@ def train_launched(
             "spec": strategy_spec(session.strategy),
             "workers": session.size,
             "seed": spec.seed,
+            "global_batch": spec.global_batch,
             "arguments": dict(arguments),
         }
         write_result(Path(spec.out), vars(result), config)

@@ -34,7 +34,7 @@ from paceline.training.summary import summary_of
 
 STOPPED: Message = {"stopped": True}
 """What a rank returns when it ended after a final checkpoint."""
-_MUST_MATCH = ("train", "workers", "seed", "device", "arguments")
+_MUST_MATCH = ("train", "workers", "seed", "global_batch", "device", "arguments")
 """What must be the same when a run resumes from a checkpoint."""
 
 
@@ -75,7 +75,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 limits=spec.limits,
                 on_message=lambda rank, message: handlers[message["kind"]](message["record"]),
                 policy=policy if TRANSPORTS[spec.world].survives_losses else None,
-                faults=[*spec.faults, *checkpoints.late_joiners],
+                faults=[*spec.faults, *checkpoints.late_joiners(policy)],
+                away=[*checkpoints.away(policy), *spec.waiting],
                 folder=spec.folder,
                 stop=stop,
                 start_s=checkpoints.start_s,
@@ -104,6 +105,7 @@ def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
         "strategy": pack_strategy(spec.method),
         "workers": spec.workers,
         "seed": spec.seed,
+        "global_batch": spec.global_batch,
         "device": spec.device,
         "arguments": plain_json("arguments", dict(spec.arguments or {})),
         "out": None if spec.out is None else str(spec.out),
@@ -168,6 +170,7 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         ),
         elastic=argument["elastic"],
         checkpointing=checkpointing,
+        global_batch=argument["global_batch"],
     )
     try:
         run_rank(session, find(argument["train"]), argument["arguments"])

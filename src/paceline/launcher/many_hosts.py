@@ -33,6 +33,7 @@ class ManyHosts:
         port: at which agents of the other hosts join.
         token_file: holds the run's token; it is made if it does not exist.
         encryption: whether connections beyond the loopback are encrypted.
+        workers_each: how many workers a host takes at most; None for any number.
 
     Attributes:
         slots_here: how many ranks may be on this host; None for any number.
@@ -43,24 +44,38 @@ class ManyHosts:
     port: int
     token_file: Path | None
     encryption: bool = True
+    workers_each: int | None = None
     slots_here: ClassVar[int | None] = None
 
     @classmethod
     def of(
-        cls, count: int, listen: str | None, token_file: Path | None, encryption: bool
+        cls,
+        count: int,
+        listen: str | None,
+        token_file: Path | None,
+        encryption: bool,
+        workers_each: int | None,
     ) -> ManyHosts | None:
         """From the options of a run; None for a run on one host."""
         at_least("hosts", count, 1)
+        if workers_each is not None:
+            at_least("workers_per_host", workers_each, 1)
         if count == 1 and listen is None:
-            if not encryption:
-                raise UsageError("encryption (False) is for a run on many hosts: it needs listen")
+            for name, value, default in (
+                ("encryption", encryption, True),
+                ("workers_per_host", workers_each, None),
+            ):
+                if value != default:
+                    needs = "is for a run on many hosts: it needs listen"
+                    raise UsageError(f"{name} ({value}) {needs}")
             return None
         if listen is None:
             raise UsageError(
                 f"hosts ({count}) needs listen: the address and port of this host at which the"
                 " others join, such as 10.0.0.1:7000"
             )
-        return cls(count, *address_and_port("listen", listen), token_file, encryption)
+        where = address_and_port("listen", listen)
+        return cls(count, *where, token_file, encryption, workers_each)
 
     @property
     def is_loopback(self) -> bool:
@@ -170,11 +185,16 @@ def address_and_port(name: str, text: str) -> tuple[str, int]:
     return address.removeprefix("[").removesuffix("]"), int(port)
 
 
-def split(ranks: int, workers: int, hosts: int) -> list[int]:
+def split(ranks: int, workers: int, hosts: int, each: int | None = None) -> list[int | None]:
     """The host of each rank: workers in equal shares, and the other ranks in turn.
+
+    A host has at most ``each`` workers; those for whom there is no room have no host.
 
     >>> split(6, 4, 2)
     [0, 0, 1, 1, 0, 1]
+    >>> split(4, 4, 2, each=1)
+    [0, 1, None, None]
     """
-    shares = [worker * hosts // workers for worker in range(workers)]
-    return [*shares, *(rank % hosts for rank in range(ranks - workers))]
+    placed = workers if each is None else min(workers, each * hosts)
+    shares = [worker * hosts // placed for worker in range(placed)]
+    return [*shares, *[None] * (workers - placed), *(n % hosts for n in range(ranks - workers))]

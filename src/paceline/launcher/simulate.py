@@ -45,7 +45,7 @@ def simulate(spec: SimulationSpec) -> Result:
 
 def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     same = {"workers": spec.workers, "strategy": repr(spec.method), "seed": spec.seed}
-    same["arguments"] = dict(spec.arguments or {})
+    same |= {"arguments": dict(spec.arguments or {}), "global_batch": spec.global_batch}
     record = _open_replay(spec, same)
     # a recorded run that finished has continued after its losses
     policy = spec.policy("continue" if record is not None and record.lost else None)
@@ -62,7 +62,8 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         spec.size,
         seed=spec.seed,
         limits=spec.limits or Limits(),
-        faults=[*spec.all_faults, *checkpoints.late_joiners],
+        faults=[*spec.all_faults, *checkpoints.late_joiners(policy)],
+        away=checkpoints.away(policy),
         homes=homes_of(spec.method, spec.workers)[: spec.size],
         losses=policy,
         on_event=recorder.event,
@@ -139,6 +140,7 @@ class _Ranks:
             ),
             elastic=self.policy.goes_on,
             checkpointing=participant,
+            global_batch=self.spec.global_batch,
         )
 
 

@@ -48,6 +48,9 @@ class RunSpec:
         out: a folder for configuration, metrics, trace and model.
         on_metric: called with each record of ``worker.log`` as it arrives.
         trace: whether to write a trace to ``out``; replays and timelines need it.
+        global_batch: the samples of all workers in a step of a synchronous method. Each worker
+            gets an equal share, also when workers come and go, whatever the batch size of its
+            loader.
     """
 
     strategy: str | Strategy = "allreduce"
@@ -56,10 +59,26 @@ class RunSpec:
     out: str | PathLike[str] | None = None
     on_metric: OnMetric | None = None
     trace: bool = True
+    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
+        why = "its workers do not learn who is lost" if not self.method.divides_anew else ""
+        if not self.method.synchronous:
+            why = "it is asynchronous, and its workers take batches one by one"
+        if self.global_batch is not None and why:
+            name = strategy_name(self.method)
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must not be used with {name}: {why}"
+            )
+
+    def check_global_batch(self, workers: int) -> None:
+        """Refuse a global batch that has no sample for some worker."""
+        if self.global_batch is not None and self.global_batch < workers:
+            raise UsageError(
+                f"global_batch ({self.global_batch}) must be at least workers ({workers})"
+            )
 
     @functools.cached_property
     def method(self) -> Strategy:
@@ -133,15 +152,21 @@ class Started(RunSpec):
     def policy(self, on_loss: str | None = None) -> MembershipPolicy:
         """What the run does when it loses a rank; ``on_loss`` is the default."""
         chosen = self.on_loss or on_loss
-        return MembershipPolicy(self.method.synchronous, self.workers, chosen, self.max_restarts)
+        method = self.method
+        return MembershipPolicy(
+            method.synchronous, self.workers, chosen, self.max_restarts, method.takes_workers_in
+        )
 
     def check_faults(self, faults: Sequence[Fault], cluster: Cluster) -> None:
-        """Refuse faults of ranks that do not exist, and late joiners of a synchronous method."""
+        """Refuse faults of ranks that do not exist, and late joiners that are not taken in."""
         cluster.check_faults(faults, self.size)
-        for fault in faults:
-            if fault.kind == "join" and self.method.synchronous:
-                name = strategy_name(self.method)
-                raise UsageError(f"join: {name} is synchronous and cannot take late joiners")
+        name, policy = strategy_name(self.method), self.policy()
+        if any(fault.kind == "join" for fault in faults) and not policy.accepts_joiners:
+            if not self.method.takes_workers_in:
+                raise UsageError(f"join: {name} cannot take workers in during a run")
+            raise UsageError(
+                f'join: {name} takes workers in only with on_loss="continue" (--on-loss continue)'
+            )
 
     def checkpoints(self) -> CheckpointCoordinator:
         """The checkpoints of the run; refuses a method that does not support them."""
@@ -165,6 +190,8 @@ class LaunchSpec(Started, OnDevice):
             shared memory on one host, and ``hosts`` on many.
         on: ``ray`` to have the ranks on the nodes of a Ray cluster.
         hosts: how many hosts there are; the others join with ``paceline run --join``.
+        workers_per_host: how many workers a host takes at most; those for whom there is no room
+            wait for hosts that join in mid-run.
         listen: the address and the port of this host at which the others join.
         token_file: a file that holds the run's token; it is made if it does not exist.
         encryption: whether connections to other hosts are encrypted; False is for a network on
@@ -175,6 +202,7 @@ class LaunchSpec(Started, OnDevice):
     transport: str | None = None
     on: str | None = None
     hosts: int = 1
+    workers_per_host: int | None = None
     listen: str | None = None
     token_file: str | PathLike[str] | None = None
     encryption: bool = True
@@ -184,6 +212,7 @@ class LaunchSpec(Started, OnDevice):
         if self.on is None:  # what Ray has is Ray's to say
             check_real_workers(self.workers, self.method)
             self.device_of(0)
+        self.check_global_batch(self.workers)
         one_of("transport", self.world, TRANSPORTS)
         self._check_hosts()
         self._check_losses()
@@ -207,7 +236,13 @@ class LaunchSpec(Started, OnDevice):
 
             return connect(self.size, 1 if self.device.startswith("cuda") else 0)
         file = None if self.token_file is None else Path(self.token_file)
-        return ManyHosts.of(self.hosts, self.listen, file, self.encryption)
+        return ManyHosts.of(self.hosts, self.listen, file, self.encryption, self.workers_per_host)
+
+    @property
+    def waiting(self) -> range:
+        """The workers for whom there is no room on the hosts that there are at first."""
+        placed = self.hosts * (self.workers_per_host or self.workers)
+        return range(placed, self.workers)
 
     def _check_hosts(self) -> None:
         """Refuse options of many hosts that do not fit together."""
@@ -216,13 +251,18 @@ class LaunchSpec(Started, OnDevice):
             for name in ("listen", "token_file"):
                 if (value := getattr(self, name)) is not None:
                     raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
-            for name, default in (("hosts", 1), ("encryption", True)):
+            for name, default in (("hosts", 1), ("workers_per_host", None), ("encryption", True)):
                 if (value := getattr(self, name)) != default:
                     raise UsageError(f"{name} ({value}) must not be given with on ({self.on})")
         elif self.many_hosts is None:
             return
         if not TRANSPORTS[self.world].spans_hosts:
             raise UsageError(f"transport ({self.world}) must be hosts for a run on many hosts")
+        if self.waiting and not self.policy().accepts_joiners:
+            raise UsageError(
+                f"workers ({self.workers}) must be at most {self.waiting.start}, or"
+                f' {strategy_name(self.method)} must take workers in: add on_loss="continue"'
+            )
 
     @property
     def shared_device(self) -> str | None:
@@ -269,6 +309,7 @@ class SimulationSpec(Started):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_virtual_workers(self.workers, self.method)
+        self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)
 
     @functools.cached_property

@@ -137,6 +137,7 @@ def run_ranks(
     on_message: OnMessage = lambda rank, message: None,
     policy: MembershipPolicy | None = None,
     faults: Sequence[Fault] = (),
+    away: Sequence[int] = (),
     folder: Path | None = None,
     stop: Stop | None = None,
     start_s: float = 0.0,
@@ -147,10 +148,11 @@ def run_ranks(
 
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
-    lost rank's value is None. ``faults`` are injected into the processes. In ``folder`` is the
-    socket that accepts requests to add a worker. The run's clock starts at ``start_s``. A keeper
-    holds memory of ``device``, if one is given, through which ranks on that device communicate.
-    With ``hosts``, ranks are on this host and on others, whose agents join first.
+    lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away``
+    are not started at first. In ``folder`` is the socket that accepts requests to add a worker. The
+    run's clock starts at ``start_s``. A keeper holds memory of ``device``, if one is given, through
+    which ranks on that device communicate. With ``hosts``, ranks are on this host and on others,
+    whose agents join first.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
@@ -163,7 +165,7 @@ def run_ranks(
     ):
         common = {
             **_common_config(program, size, transport, hosts, limits, start_s),
-            "late": [rank_of(fault) for fault in faults if fault.kind == "join"],
+            "late": [*(rank_of(fault) for fault in faults if fault.kind == "join"), *away],
             "elastic": policy.goes_on,
             "workers": policy.workers,
             "device": device,
@@ -249,7 +251,7 @@ class Supervisor:
         self._to_start: list[Rank] = []
         self._without_host: list[Rank] = []
         self._agents: Agents | None = None
-        self._first_hosts = 0
+        self._first_hosts = self._workers_each = 0
         self._planned: dict[int, RankHost] = {}
         self._helpers: list[Helper] = []
         if common["device"] is not None:
@@ -265,10 +267,11 @@ class Supervisor:
         self._agents, self._here.slots = agents, hosts.slots_here
         places = self._places()
         self._first_hosts = len(agents.hosts)
-        for rank, index in zip(
-            self.ranks, split(len(self.ranks), self._policy.workers, len(places)), strict=True
-        ):
-            self._planned[rank.number] = places[index]
+        self._workers_each = hosts.workers_each or self._common["together"]
+        shares = split(len(self.ranks), self._policy.workers, len(places), hosts.workers_each)
+        for rank, index in zip(self.ranks, shares, strict=True):
+            if index is not None:
+                self._planned[rank.number] = places[index]
 
     def _places(self) -> list[RankHost]:
         """The hosts on which ranks may be, in the order in which ranks are shared out."""
@@ -318,7 +321,7 @@ class Supervisor:
         if request.get("ask") != "join":
             return {"error": "the only request is to join"}
         if not self._policy.accepts_joiners:
-            return {"error": "a synchronous method cannot take late joiners"}
+            return {"error": "its method cannot take workers in during a run"}
         lost = self._lost_workers()
         if not lost:
             return {"error": f"all {self._policy.workers} workers are running"}
@@ -343,7 +346,7 @@ class Supervisor:
         if self._agents is None or not self._policy.accepts_joiners:
             return 0
         joined = [h for h in self._agents.hosts[self._first_hosts :] if not h.is_silent]
-        room = sum(self._common["together"] if h.slots is None else h.slots for h in joined)
+        room = sum(self._workers_each if h.slots is None else h.slots for h in joined)
         there = sum(rank.running and rank.place in joined for rank in self.ranks)
         return max(0, room - there - len(self._to_start) - len(self._without_host))
 
@@ -380,6 +383,7 @@ class Supervisor:
             self._without_host.append(rank)
             return
         config = {**self._common, "role": "rank", "rank": rank.number, "seen": rank.seen}
+        config["start"] = rank.starts
         config["argument"] = dict(self._arguments[rank.number])
         place.start(rank.number, config)
         rank.begin(place)

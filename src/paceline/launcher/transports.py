@@ -137,7 +137,7 @@ def _connect_registrar(config: Config, fd: int, report: Report) -> Ports:
     from paceline.comm.hosts.zeromq import ZmqWire
 
     os.close(fd)
-    names = ("rank", "size", "started_s", "late", "elastic", "workers")
+    names = ("rank", "size", "started_s", "late", "elastic", "workers", "start")
     own = {name: config[name] for name in names}
     secret = Secret(bytes.fromhex(config["token"]), config["encrypted"])
     limits = Limits(**config["limits"])

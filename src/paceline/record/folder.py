@@ -238,8 +238,8 @@ class RecordedRun:
         if out is not None and Path(out).resolve() == self.path.resolve():
             raise UsageError(f"out ({out}) must not be the folder of the run that is replayed")
         for name, value in given.items():
-            if value != self.config[name]:
-                recorded = self.config[name]
+            recorded = self.config.get(name)
+            if value != recorded:
                 raise UsageError(
                     f"{name} ({value}) must be {recorded}, as in the run in {self.path}"
                 )

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, dtype
 
-from paceline.comm.ports import Collectives, Factor, Total
+from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
 from paceline.errors import LeftBehind, MessageMismatch, PeerLost
 from paceline.sim.rank import SimulatedRank
 
@@ -39,6 +39,7 @@ class Collective:
         self._flags = 0
         self._waiting: set[int] = set()
         self._cut_off: list[int] = []
+        self._rejoined = dict(self._world.rejoined)
         self.to_join = len(members)
 
     def __iter__(self) -> Iterator[int]:
@@ -77,12 +78,14 @@ class Collective:
             return None
         for member in gone:
             self._world.end(member)
-        return PeerLost(gone, self.op, self._world.departed[gone[0]], 0.0)
+        return PeerLost(gone, self.op, self._world.departed.get(gone[0], NOT_READY), 0.0)
 
     def _gone(self) -> list[int]:
-        """The members that were lost, or departed before they arrived."""
-        lost, departed = self._world.lost, self._world.departed
-        return [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
+        """The members that were lost, or departed before they arrived, also if they came again."""
+        lost, departed, rejoined = self._world.lost, self._world.departed, self._world.rejoined
+        gone = [m for m in departed if m in self.members and (m in lost or m not in self.inputs)]
+        again = [m for m, number in rejoined.items() if number != self._rejoined.get(m, 1)]
+        return [*gone, *(m for m in again if m in self.members and m not in gone)]
 
     def wait(self, own: SimulatedRank, x: Tensor, after_s: float = 0.0) -> Total:
         """Wait for the end, and copy the result into the vector of this member."""
@@ -165,6 +168,9 @@ class SimulatedCollectives(Collectives):
         world, rank, shape = self._world, self._own.rank, (op, x.numel(), x.dtype)
         if rank in world.behind:
             raise LeftBehind
+        new = [m for m in sorted(world.joining) if m in members and m != rank]
+        if new:
+            raise PeerLost(new, op, NOT_READY, 0.0)
         rejoined = tuple(item for item in world.rejoined.items() if item[0] in members)
         group = world.groups[members, rejoined]
         number = group.calls[rank]

@@ -103,6 +103,7 @@ class Baton:
         self._alarm_s: float | None = None
         self._cores: list[Cores] | None = None
         self._locks = [_locked() for _ in range(size)]
+        self._threads: list[threading.Thread] = []
         self._over = _locked()
 
     # For the thread that starts the run ----------------------------------------------------------
@@ -118,20 +119,31 @@ class Baton:
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
         """Run ``body(rank)`` on every rank until all have ended; raise :attr:`failure`, if any."""
-        threads = [
-            threading.Thread(target=self._thread, args=(body, rank), name=f"rank-{rank}")
-            for rank in range(len(self.ranks))
-        ]
-        for rank, thread in enumerate(threads):
-            thread.daemon = True
-            thread.start()
-            self.calendar.wake(start_s[rank], rank, 0)
+        for rank, at_s in enumerate(start_s):
+            self._start(body, rank, at_s)
         self._hand_on()
         self._over.acquire()
-        for thread in threads:
+        for thread in self._threads:
             thread.join()
         if self.failure is not None:
             raise self.failure
+
+    def spawn(self, body: Callable[[int], None]) -> int:
+        """Have one more rank begin now; return its number."""
+        self.ranks.append(RankState())
+        self._locks.append(_locked())
+        self._running += 1
+        rank = len(self.ranks) - 1
+        self._start(body, rank, self.calendar.now_s)
+        return rank
+
+    def _start(self, body: Callable[[int], None], rank: int, at_s: float) -> None:
+        arguments = body, rank
+        thread = threading.Thread(target=self._thread, args=arguments, name=f"rank-{rank}")
+        thread.daemon = True
+        self._threads.append(thread)
+        thread.start()
+        self.calendar.wake(at_s, rank, 0)
 
     # For a rank's own thread ---------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.comm.ports import Members, View
+from paceline.comm.ports import Members, Roster, View
 from paceline.comm.ranks import ranks
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, PeersGone
 from paceline.sim.rank import SimulatedRank
 
 FINISHED = "it has finished"
@@ -16,8 +16,8 @@ class SimulatedMembers(Members):
     def __init__(self, own: SimulatedRank) -> None:
         self._own, self._world, self._rank = own, own.world, own.rank
         self.late = self._rank in self._world.joined_late or self._rank in self._world.rejoined
-        everyone = range(self._world.size)
-        self.starters = ranks(tuple(r for r in everyone if r not in self._world.joined_late))
+        later = {*self._world.joined_late, *self._world.away}
+        self.starters = ranks(tuple(r for r in range(self._world.size) if r not in later))
 
     def alive(self) -> tuple[int, ...]:
         self._own.check()
@@ -37,6 +37,34 @@ class SimulatedMembers(Members):
         if self._world.final_roster is None:
             self._world.final_roster = tuple((rank, self.incarnation(rank)) for rank in alive)
         return self._world.final_roster
+
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        self._own.check()
+        world = self._world
+        last, roster = world.rosters.get(take_in, (0, Roster(())))
+        if last < number:
+            joined = frozenset(world.waiting if take_in else ())
+            for rank in sorted(joined):
+                world.arrive(rank)
+            members = tuple((rank, self.incarnation(rank)) for rank in world.alive())
+            last, roster = world.rosters[take_in] = number, Roster(members, joined)
+        return roster if last == number else None
+
+    def someone_waits(self) -> bool:
+        return bool(self._world.waiting)
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        self._own.check()
+        world = self._world
+        world.waiting.add(self._rank)
+        try:
+            while self._rank in world.joining:
+                if not any(rank < workers for rank in world.alive()):
+                    raise PeersGone
+                self._own.wait_for_members("the others to take it in", (), patient=True)
+        finally:
+            world.waiting.discard(self._rank)
+        return world.rosters[True][1]
 
     def announce_ready(self) -> None:
         self._own.check()

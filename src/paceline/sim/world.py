@@ -19,7 +19,7 @@ import torch
 from paceline.comm.batches import SharedBatches
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
-from paceline.comm.ports import Call, Ports, Published, View
+from paceline.comm.ports import Call, Ports, Published, Roster, View
 from paceline.comm.ranks import ranks
 from paceline.common.faults import LINK_KINDS, Fault, rank_of
 from paceline.common.one_core import on_one_core
@@ -57,10 +57,13 @@ class World:
             continue.
         on_event: called when a rank is lost, stopped or slowed.
         start_s: the time at which the clock starts.
+        away: ranks that were lost before the run, and do not start.
 
     Attributes:
         rejoined: the incarnation of each rank that has rejoined or restarted.
         awaiting: the ranks that wait for a change of the members or of the rendezvous.
+        waiting: the late joiners that wait to be taken in.
+        rosters: of both kinds, the last one that a rank asked for, and its number.
         on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
@@ -76,7 +79,9 @@ class World:
         losses: MembershipPolicy | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         start_s: float = 0.0,
+        away: Sequence[int] = (),
     ) -> None:
+        self.away = frozenset(away)
         self.size, self.limits = size, limits
         nodes = [cluster.node(rank) for rank in homes or range(size)]
         self.calendar = Calendar(start_s)
@@ -93,11 +98,13 @@ class World:
         self.windows: dict[tuple[int, int], Published] = {}
         self.batches = SharedBatches()
         self.groups: defaultdict[tuple[Any, ...], SimulatedGroup] = defaultdict(SimulatedGroup)
-        self.departed: dict[int, str] = {}
+        self.departed: dict[int, str] = dict.fromkeys(sorted(away), "it was lost before the run")
         self.behind: set[int] = set()
         self.frozen: frozenset[int] = frozenset()
         self.membership = 0
         self.final_roster: tuple[tuple[int, int], ...] | None = None
+        self.rosters: dict[bool, tuple[int, Roster]] = {}
+        self.waiting: set[int] = set()
         self.rejoined: dict[int, int] = {}
         self._losses, self._on_event = losses, on_event
         self.call = Call()
@@ -116,7 +123,7 @@ class World:
         self.arrivals: list[tuple[float, int]] = []
         self._faults = [f for f in faults if f.kind not in ("join", *LINK_KINDS)]
         self.has_step_faults = any(fault.at_step is not None for fault in faults)
-        self._lost: set[int] = set()
+        self._lost: set[int] = {*away}
         self._alive: tuple[int, ...] | None = None
         self._view: View | None = None
         self._view_until_s = math.inf
@@ -127,7 +134,7 @@ class World:
 
         def on_rank(rank: int) -> None:
             torch.set_num_threads(1)
-            while True:
+            while rank not in self.away:
                 try:
                     ports = SimulatedPorts(SimulatedRank(self, rank))
                     ports.clock.switch_in()
@@ -148,9 +155,10 @@ class World:
                 self.baton.run(on_rank, [max(begin_s, start_s) for start_s in starts])
         finally:
             torch.set_num_threads(threads)
-        if self._lost and self._losses is not None and not self._losses.goes_on:
-            why = {self.departed.get(rank, "it died") for rank in self._lost}
-            raise PeerLost(self.lost, "the run", "; ".join(sorted(why)), 0.0)
+        lost = sorted(self._lost - self.away)
+        if lost and self._losses is not None and not self._losses.goes_on:
+            why = {self.departed.get(rank, "it died") for rank in lost}
+            raise PeerLost(lost, "the run", "; ".join(sorted(why)), 0.0)
 
     def _revive(self, rank: int) -> None:
         """Restart a killed rank if a fault or the policy asks for it; otherwise end its thread."""
@@ -182,6 +190,7 @@ class World:
         """Make ``rank``, which joins late or again, a member."""
         if rank in self.joining:
             self.joining.discard(rank)
+            self.waiting.discard(rank)
             self.arrivals.append((self.calendar.now_s, rank))
             self.changed()
 
@@ -296,6 +305,7 @@ class World:
         self.report("lost", rank, reason=reason)
         self.batches.take_back(rank)
         self.joining.discard(rank)
+        self.waiting.discard(rank)
         self.depart(rank, reason)
         if self._losses is not None and self._losses.ends_at_once:
             lost = PeerLost([rank], "the run", reason, 0.0)

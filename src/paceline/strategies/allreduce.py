@@ -49,9 +49,10 @@ class AllReduce(Lockstep):
     about = About(
         faults="""A slow worker slows all to its pace. A dead or stopped one ends the run,
         naming it; or, with on_loss="continue", the others go on, with the mean over those who
-        are left. A worker that runs out of data takes part with weight 0 until all have; it
-        ends with the same parameters. A gradient that a scaler finds infinite on one worker
-        makes all skip that step; one that the guard drops has weight 0.""",
+        are left, and take in workers that come, with their state. A worker that runs out of
+        data takes part with weight 0 until all have; it ends with the same parameters. A
+        gradient that a scaler finds infinite on one worker makes all skip that step; one that
+        the guard drops has weight 0.""",
         bytes="""Each worker hands in the size of the gradient at each step.""",
         when_to_use="""Fast links, equal machines, few workers. The learning rate is that of one
         large batch (factor 1).""",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -55,6 +56,8 @@ class Traits(Place):
         equal_rates: whether replicas are equal only while all workers step with the same learning
             rates. Then rates that differ are an error. Workers of such a method publish nothing:
             what they show each other are their rates.
+        divides_anew: whether workers of a synchronous method learn of losses by collectives of all
+            ranks; then they divide the data anew.
         resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
         state: the attributes of a worker that a checkpoint holds, beside those of base classes.
     """
@@ -66,6 +69,7 @@ class Traits(Place):
     defers: ClassVar[bool] = False
     adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False
+    divides_anew: ClassVar[bool] = True
     resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
 
@@ -77,6 +81,11 @@ class Traits(Place):
         waits for another.
         """
         return int(getattr(self, "interval", 1)) if self.synchronous else None
+
+    @property
+    def takes_workers_in(self) -> bool:
+        """Whether a worker can join in mid-run."""
+        return type(self).join is not Strategy.join  # type: ignore[attr-defined]  # a subclass
 
     def lr_factor(self, workers: int) -> float:
         """The factor for the learning rate of one large batch."""
@@ -98,7 +107,7 @@ class Traits(Place):
         return {name for cls in type(self).__mro__ for name in vars(cls).get("state", ())}
 
 
-class Roles:
+class Roles(Place):
     """What a method overrides that has ranks beside workers, or whose workers wait in a step."""
 
     def roles(self, workers: int) -> tuple[Role, ...]:
@@ -108,6 +117,10 @@ class Roles:
     def serve(self, x: Tensor) -> None:
         """The whole life of a rank that is not a worker."""
         raise UsageError(f"{type(self).__name__} has roles beside workers, but no serve()")
+
+    def can_stand_still(self, ranks: Collection[int]) -> bool:
+        """Whether a synchronous method can make a checkpoint of these ranks, which are all."""
+        return len(self.roles(self.workers)) - self.workers == sum(r >= self.workers for r in ranks)
 
     def before_checkpoint(self, number: int) -> None:
         """Before this worker stands still: let those go who wait for it inside of a step."""
@@ -140,8 +153,21 @@ class Strategy(Traits, Roles, ABC):
         self.setup(x)
 
     def join(self, x: Tensor) -> None:
-        """Instead of :meth:`setup`, on a worker that comes later: take what the others have."""
+        """Instead of :meth:`setup`, on a worker that comes later: take what the others have.
+
+        In a synchronous method it has the state of a member by then, and ``x`` of that one.
+        """
         raise UsageError(f"{type(self).__name__} takes no worker in mid-run")
+
+    def to_take_in(self) -> int | None:
+        """After a step of a synchronous method: whether those who wait are to be taken in now.
+
+        Returns the number of the synchronization, the same on all members; None if nobody waits.
+        """
+        return self.comm.collectives_done if self.comm.someone_waits else None
+
+    def grown(self) -> None:
+        """After workers were taken in, on each member of a synchronous method."""
 
     def rejoin(self, x: Tensor) -> None:
         """After the others have gone on without this worker: begin anew, as one that comes late."""

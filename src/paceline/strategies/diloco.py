@@ -62,8 +62,9 @@ class DiLoCo(Periodic):
     about = About(
         faults="""A slow worker slows all to its pace at each outer step. A dead or stopped one
         ends the run, naming it; or, with on_loss="continue", the others go on, without its last
-        steps. A worker that runs out of data adds its last steps to the next outer step and
-        then takes part with weight 0; it ends with the same parameters.""",
+        steps, and take in workers that come. A worker that runs out of data adds its last steps
+        to the next outer step and then takes part with weight 0; it ends with the same
+        parameters.""",
         bytes="""Each worker hands in the size of the model every H steps.""",
         when_to_use="""Very slow links and equal machines. The inner learning rate does not
         depend on the number of workers (factor 1). But the outer momentum carries every outer

@@ -29,6 +29,12 @@ class EASGDSync(Elastic):
         super().setup(x)
         self.center = x.clone()
 
+    def join(self, x: Tensor) -> None:
+        assert self.center is not None
+        self.begin_anew()
+        self.pending = 0
+        x.copy_(self.center)
+
     def answer(self, x: Tensor) -> Tensor:
         return x if self.center is None else self.center
 

@@ -68,9 +68,9 @@ class Hierarchical(Lockstep):
     about = About(
         faults="""A slow worker slows its group at each average of the group, and all at each
         average of all. A dead or stopped one ends the run, naming it; or, with
-        on_loss="continue", the others go on, without its last steps. A worker that runs out of
-        data adds its last steps to the next averages and then takes part with weight 0; it ends
-        with the same parameters.""",
+        on_loss="continue", the others go on, without its last steps, and take in workers that
+        come after an average of all. A worker that runs out of data adds its last steps to the
+        next averages and then takes part with weight 0; it ends with the same parameters.""",
         bytes="""Each worker hands in the size of the model every group_interval steps; every
         interval steps it goes to all, else no further than its group.""",
         when_to_use="""Two tiers of links, equal machines. The learning rate is that of one
@@ -100,6 +100,15 @@ class Hierarchical(Lockstep):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._find_group()
+
+    def join(self, x: Tensor) -> None:
+        self._find_group()
+
+    def grown(self) -> None:
+        self.group_unit = 0  # that of the member whose state a joiner has may be of another group
+
+    def _find_group(self) -> None:
         mine = next(g for g in groups(self.workers, self.group_size) if self.comm.rank in g)
         self.group: Comm = self.comm.group(mine)
 

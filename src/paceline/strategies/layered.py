@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -74,8 +74,9 @@ class Layered(RoleStrategy):
         faults="""A slow worker slows all to its pace. A dead or stopped one ends the run,
         naming it; or, with on_loss="continue", it is left out, and the mean is that of the
         others. When a communicator is lost then, its group goes on through the next one, which
-        hands out again what the group may have missed; the only one is followed by another. A
-        worker that runs out of data takes part with weight 0; it ends with the same parameters.""",
+        hands out again what the group may have missed; the only one is followed by another. No
+        worker can join in mid-run. A worker that runs out of data takes part with weight 0; it
+        ends with the same parameters.""",
         bytes="""At each step a worker sends and is sent the size of the gradient, and each
         communicator hands it in once more; each message carries 24 bytes and 8 for each
         parameter tensor with it.""",
@@ -87,6 +88,7 @@ class Layered(RoleStrategy):
         a gradient with the next step's learning rate while that warms up; here it is its own.""",
     )
     defers: ClassVar[bool] = True
+    divides_anew: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("steps", "behind")
 
@@ -101,6 +103,11 @@ class Layered(RoleStrategy):
     def roles(self, workers: int) -> tuple[Role, ...]:
         beside = [group[0] for group in groups(workers, self.group_size)]
         return (WORKER,) * workers + tuple(Role("communicator", home) for home in beside)
+
+    def can_stand_still(self, ranks: Collection[int]) -> bool:
+        """The communicator of a group without workers waits in the next round already."""
+        parts = groups(self.workers, self.group_size)
+        return super().can_stand_still(ranks) and not any(map({*ranks}.isdisjoint, parts))
 
     @property
     def request_numbers(self) -> int:

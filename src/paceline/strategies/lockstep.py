@@ -40,6 +40,9 @@ class Lockstep(Strategy):
         self.steps = self.unit = 0
         self._behind = self._someone_behind = False
 
+    def join(self, x: Tensor) -> None:
+        """What a member has is all that a worker needs, where all have the same model."""
+
     @abstractmethod
     def synchronize(self, x: Tensor, weight: int) -> bool:
         """Exchange with all workers; return whether anybody contributed.

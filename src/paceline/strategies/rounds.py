@@ -54,7 +54,7 @@ class RoundServer(Server):
         super().__init__(method)
         self.clients = self.comm  # the loss of another server matters, too
         self.round, self.arrived = 0, dict[int, Numbered]()
-        self.members = set(groups[self.comm.rank - method.workers])
+        self.members = {*groups[self.comm.rank - method.workers]} & {*method.first_workers()}
         self.peers = set(range(method.workers, self.comm.size))
         self._groups = groups
         self._reply: Numbered | None = None

@@ -77,8 +77,9 @@ class SASGD(Periodic):
     about = About(
         faults="""A slow worker slows all to its pace at each aggregation. A dead or stopped one
         ends the run, naming it; or, with on_loss="continue", the others go on, without its last
-        steps. A worker that runs out of data adds its last steps to the next aggregation and
-        then takes part with weight 0; it ends with the same parameters.""",
+        steps, and take in workers that come. A worker that runs out of data adds its last steps
+        to the next aggregation and then takes part with weight 0; it ends with the same
+        parameters.""",
         bytes="""Each worker hands in the size of the model every T steps (with
         momentum="average" also that of each buffer).""",
         when_to_use="""Slow links and equal machines. The learning rate is that of one large

@@ -9,10 +9,7 @@ comes in the incarnation in which it was called; if one of these has ended, the 
 up. A rank that was not called, because it was lost or comes late, is not in the checkpoint: it
 joins the run that resumes from it.
 
-A resumed run calls ``train`` from its top. Until the loop reaches the point of the checkpoint the
-worker only catches up: loaders return one batch of each completed epoch, and steps are skipped.
-Then the state is restored, which undoes whatever the loop did until there: model, optimizer, random
-generators, and all that was given to ``worker.track``.
+A resumed run calls ``train`` from its top, and catches up (:mod:`.catching_up`).
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from paceline.common.format import size as in_words
 from paceline.common.generators import read_generators, write_generators
 from paceline.errors import PeerLost, UsageError
 from paceline.strategies.place import Staleness
-from paceline.training.loader import Position
 
 if TYPE_CHECKING:
     from paceline.training.session import Session
@@ -111,8 +107,8 @@ class CountAgreement(CallAgreement):
     """Agrees on checkpoints where workers keep step: each counts its steps by itself.
 
     The first worker calls for a step that no worker can have made yet. A rendezvous has the number
-    of its step. After a loss there are none: a worker that came later, or again, counts other steps
-    than the rest.
+    of its step. A worker that a synchronous method has taken in counts the steps of the others. One
+    that came later, or again, to another method counts its own: then there are no checkpoints.
 
     Args:
         drift: how many steps workers can be apart.
@@ -124,29 +120,38 @@ class CountAgreement(CallAgreement):
 
     def call(self, steps: int, due: bool, stop: bool) -> bool:
         last = self.rendezvous.last_call()
-        if not due or last.number > self.answered or self._was_lost():
+        if not due or last.number > self.answered or self._counts_differ():
             return False
         self.rendezvous.call(last.number, steps + self._drift + 1, stop, 0)
         return True
 
     def after_step(self, steps: int) -> Call | None:
-        if self._was_lost() or len(self._roll.starters) < len(self._everyone):
-            return None
         call = self.rendezvous.last_call()
         called = call.number > self.answered and steps >= call.step
+        if self._counts_differ():
+            return None
         if called:
             self.answered = call.number
         return (
             self.summoned(steps, called and call.stop) if called or self.is_regular(steps) else None
         )
 
-    def summoned(self, number: int, stop: bool) -> Call:
-        return Call(number, number, stop, (1,) * len(self._everyone))
+    def _counts_differ(self) -> bool:
+        """Whether workers may count different steps: one was lost, came again, or comes late."""
+        if self._session.strategy.synchronous:
+            return False
+        view, everyone = self._roll.view(), self._everyone
+        again = any(view.incarnations[rank] > 1 for rank in everyone)
+        return bool(view.lost) or again or len(self._roll.starters) < len(everyone)
 
-    def _was_lost(self) -> bool:
-        """Whether a rank is lost, or was lost and has come again."""
-        view = self._roll.view()
-        return bool(view.lost) or any(view.incarnations[rank] > 1 for rank in self._everyone)
+    def summoned(self, number: int, stop: bool) -> Call | None:
+        """The call of this step; None if others are at a later one, or the method cannot."""
+        roster = self._roll.roster(number)
+        incarnations = {} if roster is None else dict(roster.members)
+        if roster is None or not self._session.strategy.can_stand_still(incarnations):
+            return None
+        called = tuple(incarnations.get(rank, 0) for rank in self._everyone)
+        return Call(number, number, stop, called)
 
 
 class CheckpointParticipant:
@@ -159,14 +164,13 @@ class CheckpointParticipant:
 
     Attributes:
         resumes: whether the run resumes from a checkpoint.
+        agreement: with the other ranks, on when to make one.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[Saved], None], disk: Disk = DISK) -> None:
         self._plan, self._tell, self.resumes = plan, tell, plan.resume is not None
         self._store = Store(Path(plan.folder), disk=disk)
         self._made_s = 0.0
-        self._state: dict[str, Any] = {}
-        self._steps_left: int | None = None
         self._stop_asked = False
 
     def bind(self, session: Session) -> None:
@@ -174,12 +178,12 @@ class CheckpointParticipant:
         self._session, self._clock, self._stepper = session, session.clock, session.running
         self._everyone = range(session.ports.size)
         drift = None if self._stepper.alone else session.strategy.drift
-        self._agreement = (
+        self.agreement = (
             CallAgreement(self._plan, session)
             if drift is None
             else CountAgreement(self._plan, session, drift)
         )
-        self._rendezvous = self._agreement.rendezvous
+        self._rendezvous = self.agreement.rendezvous
         if session.rank == 0:
             self._check_room()
 
@@ -204,9 +208,9 @@ class CheckpointParticipant:
         """Make a checkpoint, if one is due after this step."""
         steps, now_s, minutes = self._stepper.steps, self._clock.now(), self._plan.minutes
         due = self._stop_asked or (minutes is not None and now_s - self._made_s >= 60 * minutes)
-        if self._session.leads and self._agreement.call(steps, due, self._stop_asked):
+        if self._session.leads and self.agreement.call(steps, due, self._stop_asked):
             self._made_s = now_s
-        call = self._agreement.after_step(steps)
+        call = self.agreement.after_step(steps)
         if call is not None:
             self._save(call)
 
@@ -220,8 +224,7 @@ class CheckpointParticipant:
             if session.rank == workers[0]:
                 self._summon(call)
             self._save_together(call)
-        if not self._stepper.alone:
-            strategy.after_checkpoint(self._stepper.replica.flat.x)
+        self._after_checkpoint()
         self._clock.switch_in()
 
     def _meet(self, call: Call, phase: int, members: Sequence[int]) -> bool:
@@ -240,7 +243,7 @@ class CheckpointParticipant:
 
     def summoned(self, number: int, stop: bool) -> None:
         """Save the state of this rank, which is no worker, together with all others."""
-        call = self._agreement.summoned(number, stop)
+        call = self.agreement.summoned(number, stop)
         if call is not None:
             self._save_together(call)
 
@@ -272,7 +275,7 @@ class CheckpointParticipant:
             },
             "generators": read_generators(session.device),
             "pace": stepper.state(),
-            "answered": self._agreement.answered,
+            "answered": self.agreement.answered,
         }
         if session.rank < session.size:
             session.check_positions()
@@ -284,17 +287,17 @@ class CheckpointParticipant:
     def resume(self) -> None:
         """Restore the state of this rank, together with all others."""
         session = self._session
-        state = self._state = load_state(Path(self._plan.resume or ""), f"rank{session.rank}")
+        state = load_state(Path(self._plan.resume or ""), f"rank{session.rank}")
         session.strategy.load_state_dict(state["strategy"])
         session.strategy.stale = Staleness(**state["stale"])
         session.strategy.guard.load_state(state["guard"])
         self._rendezvous.restore(state["transport"])
         session.recorder.load_state(state["transport"])
         self._stepper.load_state(state["pace"])
-        self._made_s, self._agreement.answered = self._clock.now(), state["answered"]
+        self._made_s, self.agreement.answered = self._clock.now(), state["answered"]
         if session.rank < session.size:
             session.show_again(state)
-            self._begin_to_catch_up(state["loaders"])
+            session.catching.begin(session.fitted(state), self._after_checkpoint)
         else:
             write_generators(state["generators"], session.device)
         self.await_starters()
@@ -307,33 +310,9 @@ class CheckpointParticipant:
         incarnations = tuple(int(rank in starters) for rank in self._everyone)
         self._meet(Call(incarnations=incarnations), _PHASES - 1, starters)
 
-    def _begin_to_catch_up(self, loaders: list[Any]) -> None:
-        session, places = self._session, [Position(*place) for place in loaders]
-        if not any(place.under_way for place in places):
-            self._steps_left = self._stepper.steps
-            places = [Position() for _ in places]
-        self._stepper.skipping = True
-        session.go_on_from(places, self._state["epochs_done"])
-
-    def step_skipped(self) -> None:
-        """Count a skipped step; after the last one before the checkpoint, restore its state."""
-        if self._steps_left:
-            self._steps_left -= 1
-            if self._steps_left == 0:
-                self.catch_up()
-
-    def catch_up(self) -> None:
-        """Restore the state at the point of the checkpoint: from here on everything counts."""
-        session, state = self._session, self._state
-        if not self._state:
-            return
-        self._stepper.skipping = False
-        session.load_own_state(state)
-        write_generators(state["generators"], session.device)
+    def _after_checkpoint(self) -> None:
         if not self._stepper.alone:
-            session.strategy.after_checkpoint(self._stepper.replica.flat.x)
-        self._state = {}
-        self._clock.switch_in()
+            self._session.strategy.after_checkpoint(self._stepper.replica.flat.x)
 
 
 def _members(call: Call) -> list[int]:

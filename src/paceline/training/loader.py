@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import DistributedSampler as Distributed
@@ -31,117 +30,13 @@ from paceline.common.one_core import take_back_cores
 from paceline.common.options import one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.training.division import Division, Indices, LastCollective, shard_epoch
 from paceline.training.pending import DrawnBatch, Pass
 
 if TYPE_CHECKING:
     from paceline.training.session import Session
 
 Sharing = Literal["auto", "shard", "queue", "static", "skewed"]
-Indices = NDArray[np.int64]
-
-
-def global_batches(samples: int, batch_size: int, workers: int) -> list[int]:
-    """The sizes of an epoch's global batches, such that every worker has a part in each.
-
-    All but the last one or two are full. A remainder that is too small to give each worker a sample
-    is merged with the batch before it.
-
-    >>> global_batches(100, 8, 4), global_batches(66, 8, 4), global_batches(5, 1, 4)
-    ([32, 32, 32, 4], [32, 17, 17], [5])
-    """
-    size = batch_size * workers
-    full, remainder = divmod(samples, size)
-    if remainder == 0 or remainder >= workers or full == 0:
-        return [size] * full + ([remainder] if remainder else [])
-    tail = size + remainder
-    parts = 2 if tail >= 2 * workers else 1
-    return [size] * (full - 1) + [tail // parts + (i < tail % parts) for i in range(parts)]
-
-
-def shard_epoch(order: Indices, batch_size: int, workers: int, rank: int) -> list[Indices]:
-    """The batches of ``rank``: its part of each global batch of ``order``."""
-    ends = np.cumsum(global_batches(len(order), batch_size, workers))
-    parts = [part_of(batch, workers, rank) for batch in np.split(order, ends)]
-    return [part for part in parts if len(part)]
-
-
-def part_of(batch: Indices, workers: int, index: int) -> Indices:
-    """The part of a global batch for the worker at ``index``; the first may get one more."""
-    each, more = divmod(len(batch), workers)
-    first = index * each + min(index, more)
-    return batch[first : first + each + (index < more)]
-
-
-class LastCollective(NamedTuple):
-    """The last collective of all workers: its number, and the workers that took part."""
-
-    number: int
-    members: tuple[int, ...]
-
-
-class AssignedBatches:
-    """The global batches that were divided among workers since their last collective.
-
-    A worker that is lost before the next collective has not contributed its parts of them, so the
-    others must train on those again.
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[Indices] = []
-        self._last: LastCollective | None = None
-        self.save()
-
-    def save(self) -> None:
-        """Save the current batches, to :meth:`restore` them after a preview of an epoch."""
-        self._saved = [*self._batches], self._last
-
-    def restore(self) -> None:
-        """Restore the saved batches."""
-        self._batches, self._last = [*self._saved[0]], self._saved[1]
-
-    def add(self, batch: Indices) -> None:
-        """Note that a batch is divided among the members of the last collective."""
-        self._batches.append(batch)
-
-    def after_collective(self, now: LastCollective) -> list[Indices]:
-        """Note the last collective; return the parts of workers that were lost before it."""
-        last, self._last = self._last or now, now
-        workers = len(last.members)
-        lost = [index for index, member in enumerate(last.members) if member not in now.members]
-        parts = [part_of(batch, workers, index) for batch in self._batches for index in lost]
-        if now.number != last.number:
-            self._batches.clear()
-        return [part for part in parts if len(part)]
-
-
-def divide_epoch(
-    order: Indices,
-    batch_size: int,
-    worker: int,
-    last_collective: Callable[[], LastCollective],
-    assigned: AssignedBatches,
-) -> Iterator[Indices]:
-    """Like :func:`shard_epoch`, but among the workers that remain.
-
-    When a worker is lost, the batches ``assigned`` to it since the collective before come again at
-    the end of the epoch, and the remaining data is divided among the others. All workers see the
-    loss in the same collective, and so divide the data in the same way.
-    """
-    assigned.save()
-    last = last_collective()
-    order = np.concatenate([order, *assigned.after_collective(last)])
-    while len(order):
-        size = batch_size * len(last.members)
-        if len(order) < 2 * size:
-            size = global_batches(len(order), batch_size, len(last.members))[0]
-        batch, order = order[:size], order[size:]
-        assigned.add(batch)
-        own = part_of(batch, len(last.members), last.members.index(worker))
-        if len(own):
-            yield own
-        last = last_collective()
-        if again := assigned.after_collective(last):
-            order = np.concatenate([order, *again])
 
 
 class Batches(Sequence[Indices]):
@@ -180,12 +75,14 @@ class Position(NamedTuple):
         taken: how many batches of the epoch this worker has had.
         under_way: whether the checkpoint was made during an iteration over the loader.
         tickets: the batches of a queue that this worker has drawn and not used.
+        division: of data that workers divide among themselves, where they are in it.
     """
 
     epoch: int = 0
     taken: int = 0
     under_way: bool = False
     tickets: tuple[int, ...] = ()
+    division: dict[str, Any] | None = None
 
 
 class PacedLoader:
@@ -203,15 +100,21 @@ class PacedLoader:
         if sharing == "auto":
             sharing = "shard" if session.strategy.synchronous else "queue"
         self.sharing, self._next_epoch, self._session, self._number = sharing, 0, session, number
-        self.plain, self.assigned = loader, AssignedBatches()
+        self.plain = loader
         streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if streams else _Map(self)
+        if session.global_batch is not None and self.division is None:
+            raise UsageError(
+                f"global_batch ({session.global_batch}) needs data that workers divide: a map-style"
+                ' data set, data="shard", and no batch_sampler'
+            )
         self.queue = number if sharing == "queue" else None
         self._pass: Pass | None = None
         self._resume_at: Position | None = None
         self._done_before = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self._session.take_part()
         if self._pass is not None:
             self._session.pending.close(self._pass)
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -307,8 +210,10 @@ class PacedLoader:
             return
         held = [batch.number for batch in this.held if batch.queue is not None]
         tickets = dict.fromkeys([*held, *self.ahead(), *this.began.tickets])
-        self.assigned.restore()
-        self._resume_at = Position(this.epoch, this.began.taken, False, tuple(tickets))
+        if self.division is not None:
+            self.division.restore()
+        began = this.began
+        self._resume_at = Position(this.epoch, began.taken, False, tuple(tickets), began.division)
 
     def give_up_tickets(self) -> None:
         """Forget the batches drawn from a queue: others have taken them."""
@@ -318,12 +223,14 @@ class PacedLoader:
     @property
     def position(self) -> Position:
         """The current position of this worker."""
-        this = self._pass
+        this, division = self._pass, None if self.division is None else self.division.state()
+        if division is not None and not self.under_way:
+            division |= {"used": 0, "again": division["again"][:0]}
         if this is not None and self.under_way:
-            return Position(this.epoch, this.taken, True, tuple(self.ahead()))
+            return Position(this.epoch, this.taken, True, tuple(self.ahead()), division)
         if self._resume_at is not None and self._resume_at.epoch == self.epoch:
             return self._resume_at
-        return Position(self.epoch)
+        return Position(self.epoch, division=division)
 
     def resume(self, position: Position, from_the_top: bool) -> None:
         """Resume at a position; ``from_the_top``: the user's loop repeats all earlier epochs."""
@@ -338,12 +245,17 @@ class PacedLoader:
 
     def unseen(self) -> int:
         """At the end: how many batches were lost with their workers and not trained on again."""
-        return len(self.assigned.after_collective(self.last_collective()))
+        return 0 if self.division is None else self.division.unseen()
+
+    @property
+    def division(self) -> Division | None:
+        """How workers divide its data among themselves; None where each has a part of its own."""
+        return self._source.division
 
     def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
-        comm, workers = self._session.all_ranks, self._session.size
-        return LastCollective(comm.collectives_done, tuple(r for r in comm.present if r < workers))
+        session = self._session
+        return LastCollective(session.all_ranks.collectives_done, session.who_divides())
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""
@@ -368,6 +280,7 @@ class _Stream:
     """An iterable data set: every worker reads all of it, and keeps its own batches."""
 
     samples: int | None = None
+    division: Division | None = None
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader, self._session = owner, owner.plain, owner._session
@@ -410,13 +323,16 @@ class _Map:
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader, self._session = owner, owner.plain, owner._session
-        self._drawn: deque[tuple[int, int, int]] = deque()
+        self._drawn: deque[_Drawn] = deque()
         self._epoch, self._count, self._resume_at = 0, 1, Position()
         if self._loader.batch_sampler is None:
             raise UsageError("batch_size (None) must be a number, unless the data set is iterable")
         self._recipe = _recipe(self._loader)
         self._order = _order(self._recipe, self._session.seed, owner._number)
         self._shards = self._fixed_shards() if owner.sharing in ("static", "skewed") else None
+        self.division: Division | None = None
+        if owner.sharing == "shard" and not self._recipe.draws_batches:
+            self.division = Division(self._session.rank, self._size, owner.last_collective)
         self._inner = _rebuild(self._loader, self)
 
     @property
@@ -434,28 +350,57 @@ class _Map:
     def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
         self._epoch, self._resume_at = epoch, resume_at
         self._drawn.clear()
+        division, taken = self.division, resume_at.taken
+        if division is not None:
+            self._begin_division(division)
         batches = self._owner.begin(self._inner)
-        for batch in batches:
-            index, samples, incarnation = self._drawn.popleft()
-            # batches that an earlier incarnation prefetched were given to other workers
-            if incarnation == self._incarnation:
-                yield index, samples, (index + 1) / self._count, batch
+        while True:
+            for batch in batches:
+                drawn = self._drawn.popleft()
+                # batches that an earlier incarnation prefetched were given to other workers
+                if drawn.incarnation != self._incarnation:
+                    continue
+                if division is None:
+                    yield drawn.number, drawn.samples, (drawn.number + 1) / self._count, batch
+                    continue
+                division.used, taken = drawn.end, taken + 1
+                yield taken - 1, drawn.samples, division.share, batch
+                if division.regroup():
+                    break
+            else:
+                return
+            self._drawn.clear()
+            with torch.random.fork_rng(devices=[]):
+                batches = iter(self._inner)
+
+    def _begin_division(self, division: Division) -> None:
+        order, resume_at = self._order(self._epoch), self._resume_at
+        assert not isinstance(order, list)
+        division.begin(self._whole(order), resume_at.division)
+        if resume_at.division is None:  # what was saved by an earlier version says only how many
+            for _, end in islice(division.draw(), resume_at.taken):
+                division.used = end
 
     def __len__(self) -> int:
         return self.length(self._epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The index lists of the current epoch; each is noted when it is drawn."""
+        if self.division is not None:
+            for batch, end in self.division.draw():
+                self._drawn.append(_Drawn(0, len(batch), self._incarnation, end))
+                yield _as_list(batch)
+            return
         queued = self._owner.sharing == "queue"
         batches = self._queue(self._epoch) if queued else self._own(self._epoch)
         self._count = max(1, len(batches))
-        if queued:
-            numbered = self._from_queue(batches)
-        else:
-            own = self._divide() if self._may_shrink() else batches
-            numbered = islice(enumerate(own), self._resume_at.taken, None)
+        numbered = (
+            self._from_queue(batches)
+            if queued
+            else islice(enumerate(batches), self._resume_at.taken, None)
+        )
         for index, batch in numbered:
-            self._drawn.append((index, len(batch), self._incarnation))
+            self._drawn.append(_Drawn(index, len(batch), self._incarnation))
             yield _as_list(batch)
 
     @property
@@ -474,25 +419,17 @@ class _Map:
 
     def ahead(self) -> list[int]:
         """The batches of a queue that were drawn and not yielded: the loader prefetches them."""
-        return [index for index, *_ in self._drawn] if self._owner.sharing == "queue" else []
+        return [drawn.number for drawn in self._drawn] if self._owner.sharing == "queue" else []
 
-    def _may_shrink(self) -> bool:
-        """Whether workers may be lost during the epoch, and others take over their data."""
-        plain = not isinstance(self._order(self._epoch), list)
-        return self._session.all_ranks.elastic and self._owner.sharing == "shard" and plain
-
-    def _divide(self) -> Iterator[Indices]:
-        """This worker's part of the epoch, divided among the remaining workers."""
-        order = self._order(self._epoch)
-        assert not isinstance(order, list)
-        rank, size, owner = self._session.rank, self._recipe.batch_size, self._owner
-        return divide_epoch(self._whole(order), size, rank, owner.last_collective, owner.assigned)
+    def _size(self, workers: int) -> int:
+        """The size of a global batch of so many workers."""
+        return self._session.global_batch or self._recipe.batch_size * workers
 
     def _whole(self, order: Indices) -> Indices:
         """``order`` without its last incomplete global batch, if the loader drops that."""
         if not self._recipe.drop_last:
             return order
-        return order[: len(order) - len(order) % (self._recipe.batch_size * self._session.size)]
+        return order[: len(order) - len(order) % self._size(self._session.size)]
 
     def _from_queue(self, queue: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for ticket in self._resume_at.tickets:
@@ -515,7 +452,8 @@ class _Map:
             shard = self._shards[session.rank]
             random = stream(session.seed, "shard", epoch, session.rank)
             return self._split(random.permutation(shard))
-        return shard_epoch(self._whole(order), self._recipe.batch_size, session.size, session.rank)
+        size = self._size(session.size)
+        return shard_epoch(self._whole(order), size, session.size, session.rank)
 
     def _split(self, order: Indices) -> Batches:
         return Batches(order, self._recipe.batch_size, self._recipe.drop_last)
@@ -527,6 +465,22 @@ class _Map:
         if self._owner.sharing == "skewed":
             order = np.argsort(_labels(self._loader.dataset), kind="stable")
         return np.array_split(order, self._session.size)
+
+
+class _Drawn(NamedTuple):
+    """A batch that a loader has drawn and the loop has not had yet.
+
+    Attributes:
+        number: in the epoch, where its place is fixed.
+        samples: how many it has.
+        incarnation: of this rank, when it was drawn.
+        end: how far it goes in the order of the epoch, where workers divide that.
+    """
+
+    number: int
+    samples: int
+    incarnation: int
+    end: int = 0
 
 
 def _as_list(batch: Any) -> list[int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.comm import Comm
+from paceline.comm.comm import Comm, Seats
 from paceline.comm.metered import MeteredPorts
 from paceline.common.generators import read_generators, write_generators
 from paceline.errors import (
@@ -34,7 +34,10 @@ from paceline.strategies.place import RankListener
 from paceline.strategies.served import RoleStrategy
 from paceline.training.agreement import check_agreement, facts_of
 from paceline.training.buffers import SharedBuffers
+from paceline.training.catching_up import CatchingUp
 from paceline.training.checkpointing import CheckpointParticipant
+from paceline.training.division import renumbered
+from paceline.training.growth import Growth
 from paceline.training.hooks import Loads
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
@@ -44,6 +47,7 @@ from paceline.training.stepper import Stepper
 if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
+T = TypeVar("T")
 PROGRESS_S = 0.25
 """The shortest time between two progress reports of a worker."""
 
@@ -82,9 +86,12 @@ class Session(RankListener):
         listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
         checkpointing: makes the rank's part of checkpoints, if there are any.
+        global_batch: the samples of all workers in a step; None: what their loaders say.
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
+        catching: how this worker comes to a state that it did not reach by training.
+        growth: how a synchronous method takes workers in; None where it does not.
         may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
@@ -105,13 +112,18 @@ class Session(RankListener):
         listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
+        global_batch: int | None = None,
     ) -> None:
+        self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
         self.may_return = self.rank < workers and not strategy.synchronous
         self.device = torch.device(device)
-        self.all_ranks = Comm(ports, elastic=elastic)
+        starters = ports.members.starters
+        agreed = strategy.synchronous and (elastic or len(starters) < ports.size)
+        first = [] if ports.members.late else [(rank, 1) for rank in starters]
+        self.all_ranks = Comm(ports, elastic=elastic, seats=Seats(first) if agreed else None)
         self.listener, self.checkpointing = listener, checkpointing
         self.consensus: float | None = None
         self.unseen_batches = 0
@@ -124,6 +136,10 @@ class Session(RankListener):
         self.pending = PendingBatches(ports.queue.mark_used, self._forget)
         self.positions: dict[int, Position] = {}
         self.tracked: dict[str, Any] = {}
+        self._divides: tuple[Sequence[int], int, tuple[tuple[int, int], ...]] | None = None
+        self.catching = CatchingUp(self)
+        grows = agreed and elastic and self.rank < workers and strategy.takes_workers_in
+        self.growth = Growth(self) if grows else None
         self.finished = False
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
 
@@ -187,7 +203,9 @@ class Session(RankListener):
         elif self.rank < self.size:
             if self._resuming is not None:
                 self._resuming.await_starters()
-            self._join(self.strategy.join, x)
+            if self.growth is not None:
+                return self.growth.put_off()
+            self.join(self.strategy.join, x)
             self.buffers.take_fixed()
             self.buffers.adopt()
             self.ports.members.announce_ready()
@@ -197,7 +215,7 @@ class Session(RankListener):
             self.ports.members.announce_ready()
             self.tell("succeeded", **facts)
 
-    def _join(self, join: Callable[[Tensor], None], x: Tensor) -> None:
+    def join(self, join: Callable[[Tensor], T], x: Tensor) -> T:
         """Join the others, for the first time or again; end, if they have come to their end."""
         others, members = {*range(self.size)} - {self.rank}, self.all_ranks.members
         while True:
@@ -264,10 +282,14 @@ class Session(RankListener):
             self.stepper.forget(samples)
 
     def between_batches(self) -> None:
-        """Between two batches, after a step: make a checkpoint, if one is due."""
-        if self.checkpointing is not None and self._stepped:
-            self._stepped = False
+        """Between two batches, after a step: make a checkpoint, if one is due; take workers in."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        if self.checkpointing is not None:
             self.running.keep_up(self.checkpointing.after_step)
+        if self.growth is not None:
+            self.growth.after_step()
 
     def draw(self, queue: int, epoch: int) -> int | None:
         """Draw the number of the next batch; see :class:`~paceline.comm.ports.DataQueue`."""
@@ -294,15 +316,20 @@ class Session(RankListener):
     # Around a step -------------------------------------------------------------------------------
 
     def step_skipped(self) -> None:
-        """Count a step that lies before the checkpoint that the run resumes from."""
-        if self.checkpointing is not None:
-            self.checkpointing.step_skipped()
+        """Count a step that lies before the state that this worker catches up with."""
+        self.take_part()
+        self.catching.step_skipped()
+
+    def take_part(self) -> None:
+        """Of a late joiner of a synchronous method: be taken in, before its first batch or step."""
+        if self.growth is not None:
+            self.growth.enter()
 
     def after_step(self) -> None:
         """Mark the batches of the step as used; share buffers; make a checkpoint, if due."""
         self.pending.after_step()
         self.buffers.after_step()
-        if self.checkpointing is not None:
+        if self.checkpointing is not None or self.growth is not None:
             self._stepped = True
             if not any(loader.under_way for loader in self.loaders.values()):
                 self.between_batches()
@@ -310,7 +337,7 @@ class Session(RankListener):
     def rejoin(self, x: Tensor) -> None:
         """Take the state of the others, in a new incarnation."""
         try:
-            self._join(self.strategy.rejoin, x)
+            self.join(self.strategy.rejoin, x)
         except ServingDone:
             self.tell("outlived")
             raise
@@ -342,7 +369,10 @@ class Session(RankListener):
         self.loads.end(partial(self._come_to_the_end, self.stepper))
 
     def _come_to_the_end(self, stepper: Stepper) -> None:
+        self.take_part()
         self.catch_up()
+        if self.all_ranks.seats is not None:
+            self.all_ranks.seats.closing = True
         self.ports.queue.mark_finished()
         stepper.settle()
         trained = stepper.steps > 0 if stepper.alone else self._finish_together(stepper)
@@ -404,7 +434,39 @@ class Session(RankListener):
             "tracked": {name: thing.state_dict() for name, thing in self.tracked.items()},
             "loaders": [tuple(loader.position) for loader in self.loaders.values()],
             "epochs_done": self.epochs_done,
+            "collectives_done": self.all_ranks.collectives_done,
+            "incarnations": dict(self.who_divides()),
         }
+
+    def who_divides(self) -> tuple[tuple[int, int], ...]:
+        """The workers that divide the data of loaders, as far as all know, and their incarnations.
+
+        Those are the members after the last collective of all workers.
+        """
+        comm, seats = self.all_ranks, self.all_ranks.seats
+        seen = comm.present, 0 if seats is None else seats.version
+        if self._divides is None or self._divides[0] is not seen[0] or self._divides[1] != seen[1]:
+            taken = {} if seats is None else seats.taken
+            members = ((rank, taken.get(rank, 1)) for rank in comm.present if rank < self.size)
+            everyone = ((rank, 1) for rank in range(self.size))
+            among = tuple(members if self.strategy.divides_anew else everyone)
+            self._divides = (*seen, among)
+        return self._divides[2]
+
+    def fitted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state that another run has saved, with the incarnations and collectives of this one."""
+        if "incarnations" not in state:  # of an earlier version
+            return state
+        self.all_ranks.collectives_done = state["collectives_done"]
+        then, now = state["incarnations"], dict(self.who_divides())
+        places = [Position(*place) for place in state["loaders"]]
+        fitted = [
+            place
+            if place.division is None
+            else place._replace(division=renumbered(place.division, then, now))
+            for place in places
+        ]
+        return {**state, "loaders": [tuple(place) for place in fitted]}
 
     def check_positions(self) -> None:
         """Refuse a position in the data from which no run can resume."""
@@ -449,9 +511,8 @@ class Session(RankListener):
                 loader.resume(self.positions[number], self.catching_up)
 
     def catch_up(self) -> None:
-        """Restore the state of the checkpoint that the run resumes from, if there is one."""
-        if self.checkpointing is not None:
-            self.checkpointing.catch_up()
+        """Restore the state that this worker catches up with, if there is one."""
+        self.catching.arrive()
 
     @contextmanager
     def for_nothing(self) -> Iterator[None]:
@@ -488,7 +549,11 @@ class Session(RankListener):
     @property
     def leads(self) -> bool:
         """Whether this is the first worker that is not lost: the one that logs and saves."""
-        return self.rank == 0 or self.all_ranks.members.view().lost.issuperset(range(self.rank))
+        view, seats = self.all_ranks.members.view(), self.all_ranks.seats
+        if seats is None:
+            return self.rank == 0 or view.lost.issuperset(range(self.rank))
+        members = {r for r, number in seats.taken.items() if view.incarnations[r] == number}
+        return self.rank in members and (members - view.lost).isdisjoint(range(self.rank))
 
     @property
     def stopping(self) -> bool:

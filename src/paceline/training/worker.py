@@ -348,7 +348,7 @@ class Worker:
         if self._session.catching_up:
             return
         state = load_state(Path(folder), f"rank{self.rank}")
-        places = [Position(*place) for place in state["loaders"]]
+        places = [Position(*place) for place in self._session.fitted(state)["loaders"]]
         self._session.go_on_from(places, state["epochs_done"])
         self._session.load_own_state(state)
         self.strategy.load_state_dict(state["strategy"])

@@ -36,8 +36,8 @@ class Client:
         )
         return reply.get("value", reply)
 
-    def enter(self):
-        found = self.order("enter", "host", 100 + self.rank, ["control", "data"])
+    def enter(self, pid=100, start=0):
+        found = self.order("enter", "host", pid + self.rank, ["control", "data"], start)
         self.incarnation = found["incarnation"]
         return self
 
@@ -136,6 +136,26 @@ def test_a_rank_that_is_heard_again_in_time_is_not_lost():
     assert registrar.lost() == []
 
 
+def test_silence_counts_between_two_beats_of_the_only_other_worker():
+    registrar, _ = three()
+    for tick in range(round(12 * DEAD_S)):
+        if tick % 3 == 0:
+            registrar.hear(0, 1)
+        registrar.pass_time(0.1)
+    assert registrar.lost() == [1, 2]
+
+
+def test_who_wants_to_enter_is_no_sign_of_life_of_the_one_before_it():
+    registrar, (_, _, third) = three()
+    newcomer = Client(registrar, third.rank)
+    for _ in range(round(12 * DEAD_S)):
+        registrar.hear(0, 1)
+        registrar.hear(1, 1)
+        found = newcomer.order("enter", "host", 7, [])
+        registrar.pass_time(0.1)
+    assert found["incarnation"] == 2
+
+
 # Rendezvous --------------------------------------------------------------------------------------
 
 
@@ -226,3 +246,11 @@ def test_a_rank_of_which_nothing_is_heard_counts_as_stopped_before_it_is_lost():
     registrar.hear(2, 1)
     assert registrar.shared()["stopped"] == []
     assert registrar.version > version
+
+
+def test_a_process_that_was_started_later_takes_the_place_of_an_earlier_one():
+    registrar, clients = three()
+    other = Client(registrar, 1)
+    assert "taken" in other.order("enter", "host", 999, [], 0)
+    assert other.enter(pid=999, start=1).incarnation == 2
+    assert clients[1].order("mark_finished") == {"number": 2, "left_behind": True}

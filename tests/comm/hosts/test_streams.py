@@ -97,17 +97,6 @@ def test_what_is_never_acknowledged_is_sent_again_ever_less_often():
     )
 
 
-def test_a_message_waits_until_it_may_go_and_those_behind_it_wait_too():
-    wire, open_gate = Wire(), []
-    wire.outbox.add(b"1", memoryview(b""), may_go=lambda: bool(open_gate))
-    wire.outbox.add(b"2", memoryview(b""))
-    wire.send()
-    assert wire.parts == []
-    open_gate.append(True)
-    wire.send()
-    assert [part.meta for part in wire.parts] == [b"1", b"2"]
-
-
 @pytest.mark.parametrize(
     "parts",
     [

@@ -24,8 +24,8 @@ from torch import Tensor
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Topic, host_copy
 from paceline.comm.liveness import TICK_S
-from paceline.comm.ports import Collectives, Factor, Total
-from paceline.errors import MessageMismatch
+from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
+from paceline.errors import MessageMismatch, PeerLost
 
 DIRECT_BYTES = 1 << 15
 """A vector of up to so many bytes goes to every member whole."""
@@ -71,6 +71,7 @@ class Operation:
         concluded: the sum of the weights and the flags, and the sum; None where nobody has one.
         incarnations: of the members, once this rank takes part.
         through: the members that have concluded, as they say to one who leaves.
+        leaving: the members, with their incarnations, that wait to hear that of this rank.
     """
 
     arrivals: dict[int, tuple[Handed, Tensor]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Operation:
     concluded: tuple[Total, Tensor | None] | None = None
     incarnations: dict[int, int] = field(default_factory=dict)
     through: set[int] = field(default_factory=set)
+    leaving: set[tuple[int, int]] = field(default_factory=set)
 
 
 class HostsCollectives(Collectives):
@@ -112,17 +114,20 @@ class HostsCollectives(Collectives):
     def _run(
         self, x: Tensor, arrival: Handed, members: tuple[int, ...], factor: Factor | None
     ) -> Total:
-        taking_part = _Part(self._link, self._begin(members), members, arrival, factor)
+        roll = self._link.check()
+        if new := [rank for rank in roll.not_ready(members) if rank != self._rank]:
+            raise PeerLost(new, "a collective", NOT_READY, 0.0)
+        incarnations = {rank: roll.incarnation(rank) for rank in members}
+        name = self._begin(incarnations)
+        taking_part = _Part(self._link, name, incarnations, arrival, factor)
         total, result = taking_part.run(self, x)
         if result is not None:
             x.copy_(result.view_as(x))
         return total
 
-    def _begin(self, members: tuple[int, ...]) -> Name:
+    def _begin(self, incarnations: Mapping[int, int]) -> Name:
         """Name the next operation of a group: its members, in one incarnation of each."""
-        roll = self._link.check()
-        incarnations = [roll.incarnation(rank) for rank in members]
-        group = hashlib.blake2b(repr((members, incarnations)).encode(), digest_size=8).digest()
+        group = hashlib.blake2b(repr(incarnations).encode(), digest_size=8).digest()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         # All members have contributed to the last operation, so all have concluded the one before.
         with self._link.changed:
@@ -132,6 +137,13 @@ class HostsCollectives(Collectives):
     def operation(self, name: Name) -> Operation:
         """An operation; a new one, if nobody has told of it yet."""
         return self._operations.setdefault(name, Operation())
+
+    def conclude(self, name: Name, total: Total, result: Tensor | None) -> None:
+        """Conclude an operation; tell those who wait for that before they leave."""
+        operation = self.operation(name)
+        operation.concluded = total, result
+        for rank, incarnation in sorted(operation.leaving):
+            self._tell_through(name, rank, incarnation)
 
     # What others say -----------------------------------------------------------------------------
 
@@ -159,7 +171,7 @@ class HostsCollectives(Collectives):
             total, result = operation.concluded
             code = 0 if result is None else DTYPES.index(result.dtype)
             answer += _ANSWER.pack(True, code, total.weight, total.flags)
-        self._link.send(src, Topic.ANSWER, answer + _pack_ranks(lost), result, None, incarnation)
+        self._link.send(src, Topic.ANSWER, answer + _pack_ranks(lost), result, incarnation)
 
     def _on_answer(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         operation = self.operation(_NAME.unpack_from(meta))
@@ -170,7 +182,7 @@ class HostsCollectives(Collectives):
         operation.answers[src] = concluded
         if concluded and operation.concluded is None:
             result = body.view(dtype_of(code)) if len(body) else None
-            operation.concluded = Total(weight, flags), result
+            self.conclude(_NAME.unpack_from(meta), Total(weight, flags), result)
 
     # Before a rank leaves ------------------------------------------------------------------------
 
@@ -183,17 +195,18 @@ class HostsCollectives(Collectives):
                 for name, operation in self._operations.items()
                 if operation.concluded is not None and self._numbers.get(name[0]) == name[1]
             }
+            for name, members in waiting.items():
+                query = _NAME.pack(*name) + b"?"
+                for rank, incarnation in members.items():
+                    if rank != self._rank:
+                        self._link.send(rank, Topic.THROUGH, query, incarnation=incarnation)
             while waiting:
                 roll = self._link.check()
                 for name, members in [*waiting.items()]:
-                    through = self._operations[name].through
+                    through = {*self._operations[name].through, self._rank}
                     for rank, incarnation in [*members.items()]:
-                        gone = roll.why_gone(rank, incarnation) is not None
-                        if gone or rank in through or rank == self._rank:
+                        if rank in through or roll.why_gone(rank, incarnation) is not None:
                             del members[rank]
-                        else:
-                            query = _NAME.pack(*name) + b"?"
-                            self._link.send(rank, Topic.THROUGH, query, incarnation=incarnation)
                     if not members:
                         del waiting[name]
                 if waiting:
@@ -201,13 +214,19 @@ class HostsCollectives(Collectives):
                     watch.check_limits([*next(iter(waiting.values()))])
 
     def _on_through(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
-        """Say whether this rank has concluded; or hear that another has."""
+        """Say that this rank has concluded, once it has; or hear that another has."""
         name, text = _NAME.unpack_from(meta), meta[_NAME.size :]
         operation = self.operation(name)
         if text != b"?":
             operation.through.add(src)
         elif operation.concluded is not None or self._numbers.get(name[0], 0) > name[1]:
-            self._link.send(src, Topic.THROUGH, _NAME.pack(*name) + b"!", incarnation=incarnation)
+            self._tell_through(name, src, incarnation)
+        else:
+            operation.leaving.add((src, incarnation))
+
+    def _tell_through(self, name: Name, rank: int, incarnation: int) -> None:
+        text = _NAME.pack(*name) + b"!"
+        self._link.send(rank, Topic.THROUGH, text, incarnation=incarnation)
 
 
 class _Part:
@@ -217,16 +236,15 @@ class _Part:
         self,
         link: RankLink,
         name: Name,
-        members: tuple[int, ...],
+        incarnations: dict[int, int],
         arrival: Handed,
         factor: Factor | None,
     ) -> None:
-        self._link, self._name, self._members = link, name, members
+        self._link, self._name, self._incarnations = link, name, incarnations
         self._arrival, self._factor = arrival, factor
+        self._members = members = tuple(incarnations)
         self._own = members.index(link.rank)
         self._others = [rank for rank in members if rank != link.rank]
-        roll = link.check()
-        self._incarnations = {rank: roll.incarnation(rank) for rank in members}
         self._watch = link.watch(_OPS[arrival.op])
 
     def run(self, group: HostsCollectives, x: Tensor) -> tuple[Total, Tensor | None]:
@@ -255,7 +273,7 @@ class _Part:
                 result = self._assemble(result)
         with self._link.changed:
             if not self._operation.lost:
-                self._operation.concluded = total, result
+                group.conclude(self._name, total, result)
                 return total, result
         return self._resolved()
 
@@ -282,7 +300,7 @@ class _Part:
         for rank in ranks:
             part = parts[self._members.index(rank)]
             incarnation = self._incarnations[rank]
-            self._link.send(rank, Topic.COLLECT, meta, part, None, incarnation)
+            self._link.send(rank, Topic.COLLECT, meta, part, incarnation)
 
     def _arrivals(self) -> list[Handed]:
         """What all members bring, in their order; refuses members that call something else."""
@@ -321,13 +339,16 @@ class _Part:
     # Waiting, and losses -------------------------------------------------------------------------
 
     def _await(self, parts: Mapping[int, object]) -> bool:
-        """Wait for a part of every other member; False if one is lost before its part has come."""
+        """Wait for a part of every other member; False if one is lost before all have come.
+
+        It may be one whose part has come: others may lack it, and wait in another operation.
+        """
         with self._link.changed:
             while not self._operation.lost:
                 missing = [rank for rank in self._others if rank not in parts]
                 if not missing:
                     return True
-                if not self._find_lost(missing):
+                if not self._find_lost(self._others):
                     self._link.changed.wait(TICK_S)
                     self._watch.check_limits(missing)
         return False
@@ -348,7 +369,7 @@ class _Part:
                 survivors = [rank for rank in self._others if rank not in lost]
                 meta = _NAME.pack(*self._name) + _pack_ranks(lost)
                 for rank in survivors:
-                    self._link.send(rank, Topic.ASK, meta, None, None, self._incarnations[rank])
+                    self._link.send(rank, Topic.ASK, meta, None, self._incarnations[rank])
                 if self._await_answers(lost, survivors):
                     break
         if self._operation.concluded is not None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import struct
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -69,6 +70,15 @@ class Receipt(NamedTuple):
         return self.outbox.has_arrived(self.number)
 
 
+class HeldMessage(NamedTuple):
+    """A message that waits until ``may_go()`` is true."""
+
+    may_go: Callable[[], bool]
+    channel: int
+    meta: bytes
+    content: memoryview
+
+
 class Peer:
     """The way between one incarnation of this rank and one of another.
 
@@ -77,6 +87,7 @@ class Peer:
         theirs, own: the incarnations.
 
     Attributes:
+        held: what waits until it may be sent; other messages overtake it.
         outboxes, inboxes: the streams to it, and from it.
         owed: the streams from it of which it is to hear how far they have come.
         connections: for control and for data, once it is known where it listens.
@@ -84,6 +95,7 @@ class Peer:
 
     def __init__(self, rank: int, theirs: int, own: int) -> None:
         self.rank, self.theirs, self.own = rank, theirs, own
+        self.held: deque[HeldMessage] = deque()
         self.outboxes = (OutStream(), OutStream())
         self.inboxes = (InStream(), InStream())
         self.owed: set[int] = set()
@@ -192,9 +204,11 @@ class RankLink:
         ``reset`` drops what an earlier incarnation left, before messages to this one are heard.
         """
         found: dict[str, Any] = self.order("enter", *enter)
+        if "incarnation" not in found:
+            return found
         with self.changed:
+            self.incarnation = found["incarnation"]
             reset()
-            self.incarnation = found.get("incarnation", 0)
             early, self._early = self._early, []
             for src, incarnation, meta, body in early:
                 self._hand_on(src, incarnation, self.incarnation, meta, body)
@@ -268,7 +282,6 @@ class RankLink:
         kind: Topic,
         meta: bytes,
         body: Tensor | None = None,
-        may_go: Callable[[], bool] | None = None,
         incarnation: int = 0,
     ) -> Receipt:
         """Send a message to ``dst``; its body must not change before it has arrived.
@@ -278,17 +291,34 @@ class RankLink:
             kind: who takes it there.
             meta: what it is.
             body: its vector, in the memory of the host.
-            may_go: the message waits until this is true.
             incarnation: of the receiver.
         """
-        content = memoryview(b"") if body is None else _bytes_of(body)
-        channel = CONTROL if len(content) <= SMALL_BYTES else DATA
+        content, channel = _content_of(body)
         with self.changed:
             assert self.roll is not None
             peer = self._peer(dst, incarnation or self.roll.incarnation(dst), self.incarnation)
-            number = peer.outboxes[channel].add(bytes([kind]) + meta, content, may_go)
+            number = peer.outboxes[channel].add(bytes([kind]) + meta, content)
             self._pump(peer)
         return Receipt(peer.outboxes[channel], number)
+
+    def send_when(
+        self,
+        may_go: Callable[[], bool],
+        dst: int,
+        kind: Topic,
+        meta: bytes,
+        body: Tensor,
+        incarnation: int,
+    ) -> None:
+        """Send a message once ``may_go()`` is true; see :meth:`send`.
+
+        It must not hold up others: what it waits for may have to go the same way.
+        """
+        content, channel = _content_of(body)
+        with self.changed:
+            peer = self._peer(dst, incarnation, self.incarnation)
+            peer.held.append(HeldMessage(may_go, channel, bytes([kind]) + meta, content))
+            self._pump(peer)
 
     def _peer(self, rank: int, theirs: int, own: int) -> Peer:
         key = rank, theirs, own
@@ -298,6 +328,9 @@ class RankLink:
 
     def _pump(self, peer: Peer) -> None:
         """Send what may go."""
+        while peer.held and peer.held[0].may_go():
+            _, channel, meta, content = peer.held.popleft()
+            peer.outboxes[channel].add(meta, content)
         if not peer.connections and not self._open(peer):
             return
         for channel in [*peer.owed]:
@@ -329,10 +362,15 @@ class RankLink:
         return _HEAD.pack(_VERSION, flags, self.rank, peer.own, peer.theirs, number, total)
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived, or its receiver is gone."""
+        """Wait until all that was sent has arrived, or its receiver is gone.
+
+        Raises:
+            LeftBehind: the others have gone on without this rank: they take nothing more of it.
+        """
         watch = self.watch("the wait for messages to arrive")
         with self.changed:
             while waiting := [peer.rank for peer in self._peers.values() if self._owes(peer)]:
+                self.check()
                 self.changed.wait(TICK_S)
                 watch.check_limits(waiting)
 
@@ -340,7 +378,8 @@ class RankLink:
         """Whether something is on its way that the other may still get."""
         assert self.roll is not None
         gone = self.roll.why_gone(peer.rank, peer.theirs) is not None
-        return not gone and not all(outbox.is_empty for outbox in peer.outboxes)
+        idle = not peer.held and all(outbox.is_empty for outbox in peer.outboxes)
+        return not gone and not idle
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -476,6 +515,9 @@ def host_copy(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True).contiguous()
 
 
-def _bytes_of(x: Tensor) -> memoryview:
-    """The memory of a vector of the host."""
-    return x.detach().reshape(-1).view(torch.uint8).numpy().data
+def _content_of(body: Tensor | None) -> tuple[memoryview, int]:
+    """The memory of a vector of the host, and the stream that it travels on."""
+    if body is None:
+        return memoryview(b""), CONTROL
+    content = body.detach().reshape(-1).view(torch.uint8).numpy().data
+    return content, CONTROL if len(content) <= SMALL_BYTES else DATA

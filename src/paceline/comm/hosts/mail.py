@@ -112,7 +112,11 @@ class HostsMail(Mail):
         self._sent[*key, tag] = self._number
         meta = _LETTER.pack(tag, DTYPES.index(x.dtype), self._number, before) + header
         dst, incarnation = key
-        self._link.send(dst, Topic.MAIL, meta, x, self._windows.gate(), incarnation)
+        gate = self._windows.gate()
+        if gate is None:
+            self._link.send(dst, Topic.MAIL, meta, x, incarnation)
+        else:
+            self._link.send_when(gate, dst, Topic.MAIL, meta, x, incarnation)
         return self._number
 
     def _on_taken(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.comm.hosts.link import RankLink
 from paceline.comm.hosts.roll import Roll
 from paceline.comm.liveness import SLACK_S, TICK_S
-from paceline.comm.ports import Members, View
+from paceline.comm.ports import Members, Roster, View
 from paceline.comm.ranks import ranks
 from paceline.comm.standing import Standing
-from paceline.errors import UsageError
+from paceline.errors import PeersGone, UsageError
 
 
 class HostsMembers(Members):
@@ -20,7 +21,7 @@ class HostsMembers(Members):
         link: the connections of the rank.
         size: how many ranks there are.
         late: those that come after the beginning.
-        place: the host and the process of this rank.
+        place: the host and the process of this rank, and how many the launcher started before it.
         reset: drops the messages of an earlier incarnation.
     """
 
@@ -29,7 +30,7 @@ class HostsMembers(Members):
         link: RankLink,
         size: int,
         late: Sequence[int],
-        place: tuple[str, int],
+        place: tuple[str, int, int],
         reset: Callable[[], None],
     ) -> None:
         self.link, self._place, self._reset = link, place, reset
@@ -39,7 +40,9 @@ class HostsMembers(Members):
     def _enter(self) -> None:
         watch = self.link.watch("the entry")
         while "taken" in (found := self.link.begin(self._entry(), self._reset)):
-            # Its predecessor may have died without the registrar knowing of it yet.
+            # Its predecessor may have died without the registrar knowing of it yet. Time in which
+            # the registrar did not reply does not count.
+            watch.look()
             if watch.waited_s > self.link.limits.dead_s + SLACK_S:
                 raise UsageError(f"rank ({self.link.rank}) is taken: {found['taken']}")
             self.link.wire.sleep(TICK_S)
@@ -48,7 +51,8 @@ class HostsMembers(Members):
 
     def _entry(self) -> list[object]:
         """What the registrar enters into the roll."""
-        return [*self._place, self.link.addresses]
+        host, pid, start = self._place
+        return [host, pid, self.link.addresses, start]
 
     def alive(self) -> tuple[int, ...]:
         here, own = self.link.check().alive, self.link.rank
@@ -68,6 +72,28 @@ class HostsMembers(Members):
 
     def final_roster(self) -> tuple[tuple[int, int], ...]:
         return tuple((rank, number) for rank, number in self.link.order("final_roster"))
+
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        answer = self.link.order("agree", number, take_in)
+        if answer is None:
+            return None
+        roster = _roster(answer)
+        if roster.joined:
+            self._await(lambda roll: _knows(roll, roster), "the roll", ())
+        return roster
+
+    def someone_waits(self) -> bool:
+        return bool(self.link.check().waiting)
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        self.link.order("wait")
+        own, others = self.link.rank, {*range(workers)} - {self.link.rank}
+        with self.link.changed:
+            while (roll := self.link.check()).standing(own) is not Standing.HERE:
+                if others.isdisjoint(roll.alive):
+                    raise PeersGone
+                self.link.changed.wait(TICK_S)
+        return _roster(self.link.order("taken_in_with"))
 
     def announce_ready(self) -> None:
         self.link.order("ready")
@@ -111,3 +137,19 @@ class HostsMembers(Members):
             while not ready(self.link.check()):
                 self.link.changed.wait(TICK_S)
                 watch.check_limits(missing)
+
+
+def _roster(answer: Sequence[Any]) -> Roster:
+    """What the registrar answers about who acts together."""
+    members, joined = answer
+    return Roster(tuple((rank, number) for rank, number in members), frozenset(joined))
+
+
+def _knows(roll: Roll, roster: Roster) -> bool:
+    """Whether a roll shows all that were taken in, or that they are gone again."""
+    numbers = dict(roster.members)
+    return all(
+        roll.incarnation(rank) > numbers[rank]
+        or (roll.incarnation(rank) == numbers[rank] and not roll.not_ready([rank]))
+        for rank in roster.joined
+    )

@@ -16,7 +16,8 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from paceline.comm.batches import SharedBatches, as_batch
-from paceline.comm.standing import GONE, LOST, Standing
+from paceline.comm.hosts.wire import BEAT_S
+from paceline.comm.standing import GONE, LOST, PRESENT, Standing
 
 QUIET_S = 1.0
 """A rank of which nothing was heard for so long counts as stopped: others do not wait for it."""
@@ -39,6 +40,7 @@ class RollEntry:
         pid: of its process on that host.
         addresses: where it listens, for control and for data.
         reason: why it is gone.
+        start: how many processes the launcher had started for the rank before this one.
     """
 
     incarnation: int = 0
@@ -47,6 +49,7 @@ class RollEntry:
     pid: int = 0
     addresses: list[str] = field(default_factory=list)
     reason: str = ""
+    start: int = 0
 
     def row(self) -> list[Json]:
         """The entry as a list, for JSON."""
@@ -55,8 +58,8 @@ class RollEntry:
     @classmethod
     def of(cls, row: Sequence[Json]) -> RollEntry:
         """The entry that :meth:`row` returned."""
-        incarnation, standing, host, pid, addresses, reason = row
-        return cls(incarnation, Standing(standing), host, pid, list(addresses), reason)
+        incarnation, standing, host, pid, addresses, reason, start = row
+        return cls(incarnation, Standing(standing), host, pid, list(addresses), reason, start)
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Registrar:
         self._closed = False
         self._finished = [0] * size
         self._roster: list[list[int]] | None = None
+        self._agreed: dict[str, list[Json]] = {}
         self._call: list[Json] = [0, 0, False, []]
         self._meetings: dict[int, Meeting] = {}
         self._outcomes: dict[int, bool] = {}
@@ -102,6 +106,7 @@ class Registrar:
         # Not saved: a registrar that takes over counts silence anew.
         self._silent_s = [0.0] * size
         self._heard: set[int] = set()
+        self._none_heard_s = 0.0
         self._stopped: set[int] = set()
         self._quiet: set[int] = set()
 
@@ -143,7 +148,7 @@ class Registrar:
             raise ValueError(f"no order {name!r} of rank {rank}")
         if name != "enter" and not self._is_present(rank, incarnation):
             raise LeftOut
-        if name != "leave":
+        if name not in ("enter", "leave"):  # who wants to enter may be another process
             self._hear(rank)
         return _ORDERS[name](self, rank, *arguments)
 
@@ -153,16 +158,20 @@ class Registrar:
 
     # Who is a member -----------------------------------------------------------------------------
 
-    def _enter(self, rank: int, host: str, pid: int, addresses: list[str]) -> Json:
-        """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
+    def _enter(self, rank: int, host: str, pid: int, addresses: list[str], start: int = 0) -> Json:
+        """Begin an incarnation of ``rank``; a late joiner is not here before it has its state.
+
+        A process that the launcher started later takes the place of an earlier one.
+        """
         entry = self.roll[rank]
-        if entry.standing in (Standing.JOINING, Standing.HERE):
-            if (entry.host, entry.pid) != (host, pid):
+        if entry.standing in PRESENT:
+            if (entry.host, entry.pid) != (host, pid) and start <= entry.start:
                 return {"taken": f"process {entry.pid} on {entry.host} has it"}
             self._strike(rank, Standing.DIED, "it begins anew")
         late = rank in self._late or entry.incarnation > 0
         standing = Standing.JOINING if late else Standing.HERE
-        self.roll[rank] = RollEntry(entry.incarnation + 1, standing, host, pid, addresses)
+        own = RollEntry(entry.incarnation + 1, standing, host, pid, addresses, start=start)
+        self.roll[rank] = own
         self._silent_s[rank] = 0.0
         for client in [c for c, kept in self._clients.items() if kept["rank"] == rank][:-2]:
             del self._clients[client]  # of processes that are long gone
@@ -173,6 +182,33 @@ class Registrar:
         if self.roll[rank].standing is Standing.JOINING:
             self.roll[rank].standing = Standing.HERE
             self._changed()
+
+    def _wait(self, rank: int) -> None:
+        """Note that a late joiner waits to be taken in."""
+        if self.roll[rank].standing is Standing.JOINING:
+            self.roll[rank].standing = Standing.WAITING
+            self._changed()
+
+    def _agree(self, rank: int, number: int, take_in: bool) -> list[Json] | None:
+        """The members and their incarnations, as they were when the first rank asked, and who of
+        them was taken in with it; None when a later number was asked for."""
+        kind = "taken in" if take_in else "here"
+        last, roster = self._agreed.get(kind, [0, []])
+        if last < number:
+            waiting = [r for r, e in enumerate(self.roll) if e.standing is Standing.WAITING]
+            joined = waiting if take_in else []
+            for joiner in joined:
+                self.roll[joiner].standing = Standing.HERE
+            here = [[member, self._incarnation(member)] for member in self._alive()]
+            last, roster = self._agreed[kind] = [number, [here, joined]]
+            if joined:
+                self._changed()
+        return roster if last == number else None
+
+    def _taken_in_with(self, rank: int) -> list[Json]:
+        """The roster with which members were last taken in."""
+        found: list[Json] = self._agreed["taken in"][1]
+        return found
 
     def _leave(self, rank: int) -> None:
         self._strike(rank, Standing.LEFT, "it has finished")
@@ -237,13 +273,16 @@ class Registrar:
         """Strike off those of whom nothing was heard for too long.
 
         Time in which no worker was heard of, and none has come to its end, does not count: nobody
-        misses another then.
+        misses another then. Between two beats of a single worker time does count.
         """
         heard, self._heard = self._heard, set()
         workers = range(self._workers)
         some = any(r in heard or self.roll[r].standing is Standing.LEFT for r in workers)
+        self._none_heard_s = 0.0 if some else self._none_heard_s + seconds
+        if self._none_heard_s > 2 * BEAT_S:
+            return
         for rank, entry in enumerate(self.roll):
-            if entry.standing not in (Standing.JOINING, Standing.HERE) or rank in heard or not some:
+            if entry.standing not in PRESENT or rank in heard:
                 continue
             self._silent_s[rank] += seconds
             self._note(self._quiet, rank, self._silent_s[rank] >= QUIET_S)
@@ -360,6 +399,7 @@ class Registrar:
             "batches": self._batches.state(),
             "in_hand": {str(rank): sorted(held) for rank, held in self._batches.in_hand.items()},
             "roster": self._roster,
+            "agreed": self._agreed,
             "given_up": self._given_up,
             "meetings": {str(number): asdict(each) for number, each in self._meetings.items()},
             "clients": self._clients,
@@ -371,6 +411,7 @@ class Registrar:
         self.roll = [RollEntry.of(row) for row in state["roll"]]
         self._closed, self._finished = state["closed"], [*state["finished"]]
         self._call, self._roster = state["call"], state["roster"]
+        self._agreed = dict(state["agreed"])
         self._outcomes = {int(number): outcome for number, outcome in state["outcomes"].items()}
         self._given_up = state["given_up"]
         self._meetings = {int(n): Meeting(**each) for n, each in state["meetings"].items()}
@@ -383,6 +424,9 @@ class Registrar:
 _ORDERS: dict[str, Callable[..., Json]] = {
     "enter": Registrar._enter,
     "ready": Registrar._ready,
+    "wait": Registrar._wait,
+    "agree": Registrar._agree,
+    "taken_in_with": Registrar._taken_in_with,
     "leave": Registrar._leave,
     "final_roster": Registrar._final_roster,
     "draw": Registrar._draw,

@@ -12,7 +12,7 @@ from paceline.comm.hosts.registrar import Registrar
 from paceline.comm.hosts.wire import BEAT_S, NO_MESSAGE, Listener, Probe, Wire
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Processes
-from paceline.comm.standing import GONE, Standing
+from paceline.comm.standing import GONE, PRESENT, Standing
 
 if TYPE_CHECKING:
     from paceline.comm.hosts.secret import Secret
@@ -129,7 +129,7 @@ class RegistrarProcess:
     def _watch_host(self) -> None:
         """See which processes of this host have died, are stopped, or run."""
         for rank, entry in enumerate(self._registrar.roll):
-            if entry.host == self._host and entry.standing in (Standing.JOINING, Standing.HERE):
+            if entry.host == self._host and entry.standing in PRESENT:
                 state = "stopped" if self._processes.is_stopped(rank) else "running"
                 if self._processes.has_died(rank):
                     state = "died"
@@ -137,11 +137,10 @@ class RegistrarProcess:
 
     def _probe_others(self) -> None:
         """See which processes of other hosts are gone: their agents may be gone with them."""
-        here = (Standing.JOINING, Standing.HERE)
         present = {
             (rank, entry.incarnation): entry
             for rank, entry in enumerate(self._registrar.roll)
-            if entry.addresses and entry.host != self._host and entry.standing in here
+            if entry.addresses and entry.host != self._host and entry.standing in PRESENT
         }
         for key in self._probes.keys() - present:
             self._probes.pop(key).close()

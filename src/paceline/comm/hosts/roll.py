@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from paceline.comm.hosts.registrar import RollEntry
 from paceline.comm.ports import Call, View
 from paceline.comm.ranks import Ranks, ranks
-from paceline.comm.standing import LOST, Standing
+from paceline.comm.standing import LOST, PRESENT, Standing
 
 
 class Roll:
@@ -35,6 +35,10 @@ class Roll:
         number = self.entries[rank].incarnation
         return number if number or rank in self._late else 1
 
+    def not_ready(self, among: Sequence[int]) -> list[int]:
+        """Those of these ranks that have come and are no members yet."""
+        return [r for r in among if self.standing(r) in (Standing.JOINING, Standing.WAITING)]
+
     def standing(self, rank: int) -> Standing:
         """How a rank stands."""
         return self.entries[rank].standing
@@ -48,6 +52,12 @@ class Roll:
         standing = self.standing(rank)
         expected = standing is Standing.EXPECTED and rank not in self._late
         return expected or standing is Standing.HERE
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """The ranks that wait to be taken in."""
+        ranks = range(len(self.entries))
+        return frozenset(rank for rank in ranks if self.standing(rank) is Standing.WAITING)
 
     @cached_property
     def finished(self) -> frozenset[int]:
@@ -78,4 +88,4 @@ class Roll:
         return entry.reason or None if entry.standing not in _PRESENT else None
 
 
-_PRESENT = (Standing.EXPECTED, Standing.JOINING, Standing.HERE)
+_PRESENT = (Standing.EXPECTED, *PRESENT)

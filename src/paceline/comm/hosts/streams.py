@@ -9,7 +9,7 @@ knows a socket or a clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +56,6 @@ class _Parcel:
     meta: bytes
     body: memoryview
     first: int
-    may_go: Callable[[], bool] | None
 
     @property
     def end(self) -> int:
@@ -80,12 +79,9 @@ class OutStream:
         self._acknowledged = 0
         self._progress_s, self._patience_s = 0.0, STALL_S
 
-    def add(self, meta: bytes, body: memoryview, may_go: Callable[[], bool] | None = None) -> int:
-        """Queue a message; return the number of its last part.
-
-        The message, and all behind it, wait until ``may_go()`` is true.
-        """
-        parcel = _Parcel(meta, body, self._end, may_go)
+    def add(self, meta: bytes, body: memoryview) -> int:
+        """Queue a message; return the number of its last part."""
+        parcel = _Parcel(meta, body, self._end)
         self._parcels.append(parcel)
         self._end = parcel.end
         return self._end - 1
@@ -95,8 +91,6 @@ class OutStream:
         for parcel in [*self._parcels]:
             if parcel.end <= self._next:
                 continue
-            if parcel.may_go is not None and not parcel.may_go():
-                return
             while self._next < parcel.end:
                 if self._next > self._acknowledged + WINDOW:
                     return

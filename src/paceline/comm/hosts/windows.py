@@ -65,6 +65,10 @@ class HostsWindows:
         link.handlers[Topic.COPY] = self._on_copy
         link.on_roll = self._on_roll
 
+    def begin(self) -> None:
+        """Begin an incarnation: what an earlier one gave its holder may not have arrived."""
+        self._copy_all()
+
     # Writing -------------------------------------------------------------------------------------
 
     def write(self, x: Tensor, header: bytes, window: int) -> int:
@@ -107,12 +111,12 @@ class HostsWindows:
         meta = _COPY.pack(owner, window, seen.version, DTYPES.index(seen.x.dtype)) + seen.header
         return self._link.send(dst, Topic.COPY, meta, seen.x, incarnation=incarnation)
 
-    def _choose_holder(self) -> tuple[int, int] | None:
+    def _choose_holder(self, without: int = -1) -> tuple[int, int] | None:
         """Another rank: on another host, if there is one; the next one in turn."""
         roll, own = self._link.roll, self._link.rank
         if roll is None:
             return None
-        others = [rank for rank in roll.alive if rank != own]
+        others = [rank for rank in roll.alive if rank not in (own, without)]
         host = roll.entries[own].host
         others.sort(key=lambda rank: (roll.entries[rank].host == host, rank <= own, rank))
         return (others[0], roll.incarnation(others[0])) if others else None
@@ -120,10 +124,14 @@ class HostsWindows:
     def _on_roll(self, roll: Roll) -> None:
         """If the holder is gone, give all copies to another one."""
         if self._holder is not None and roll.why_gone(*self._holder) is not None:
-            self._holder = None
-            self._copies.clear()
-            for window in filter(self._is_copied, [*self._own]):
-                self._copy(window, 0)
+            self._copy_all()
+
+    def _copy_all(self) -> None:
+        """Choose a holder, and give it a copy of all windows."""
+        self._holder = None
+        self._copies.clear()
+        for window in filter(self._is_copied, self._own if self._elastic else ()):
+            self._copy(window, 0)
 
     def gate(self) -> Callable[[], bool] | None:
         """For a message: whether the holder has all that was published before it."""
@@ -138,14 +146,12 @@ class HostsWindows:
     def hand_over(self) -> None:
         """Before this rank leaves: give others what they may still look for."""
         with self._link.changed:
-            holder, roll = self._choose_holder(), self._link.roll
-            if holder is None or roll is None:
-                return
-            for owner, window in [*self._held]:
-                if roll.why_gone(owner) is not None:
+            own = self._link.rank
+            kept = [(own, window) for window in filter(self._is_copied, self._own)]
+            # An owner that seems to be here may have died: this rank has not heard of it yet.
+            for owner, window in [*self._held, *kept]:
+                if (holder := self._choose_holder(without=owner)) is not None:
                     self._send_copy(*holder, owner, window)
-            for window in filter(self._is_copied, [*self._own]):
-                self._send_copy(*holder, self._link.rank, window)
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class HostsWindows:
             asked: dict[int, tuple[int, int]] = {}
             for rank in ranks:
                 number, incarnation = next(self._requests), roll.incarnation(rank)
-                if roll.why_gone(rank, incarnation) is None:
+                if incarnation and roll.why_gone(rank, incarnation) is None:
                     asked[number] = rank, incarnation
                     meta = _PEEK.pack(number, owner, window)
                     self._link.send(rank, Topic.PEEK, meta, incarnation=incarnation)

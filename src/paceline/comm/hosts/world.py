@@ -31,10 +31,12 @@ class HostsPorts(Ports):
         late: the ranks that come after the beginning.
         elastic: whether the others go on when one is lost.
         workers: how many of the ranks, the first ones, are workers.
+        start: how many processes the launcher started for this rank before.
     """
 
     mail: HostsMail
     members: HostsMembers
+    rendezvous: HostsRendezvous
 
     def __init__(
         self,
@@ -48,13 +50,14 @@ class HostsPorts(Ports):
         late: Sequence[int] = (),
         elastic: bool = True,
         workers: int | None = None,
+        start: int = 0,
     ) -> None:
         self.link = RankLink(registrar, host, rank, wire, limits, late)
         self._windows = HostsWindows(self.link, size if workers is None else workers, elastic)
-        mail = HostsMail(self.link, self._windows)
+        self.mail = mail = HostsMail(self.link, self._windows)
         self._collectives = HostsCollectives(self.link)
         # From here on messages are heard: all who take them are there.
-        members = HostsMembers(self.link, size, late, wire.place, mail.begin)
+        members = HostsMembers(self.link, size, late, (*wire.place, start), self._begin)
         super().__init__(
             rank,
             size,
@@ -65,6 +68,11 @@ class HostsPorts(Ports):
             Clock(time.monotonic() if started_s is None else started_s),
             HostsRendezvous(self.link, mail),
         )
+
+    def _begin(self) -> None:
+        """Begin an incarnation: drop what an earlier one left."""
+        self.mail.begin()
+        self._windows.begin()
 
     def close(self) -> None:
         if not self.link.is_closed:

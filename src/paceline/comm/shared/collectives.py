@@ -326,7 +326,7 @@ class SharedCollectives(Collectives):
     def _group(self, ranks: tuple[int, ...]) -> SharedGroup:
         members = self._members
         members.check()
-        group, incarnations = self._groups.get(ranks), {r: members.incarnation(r) for r in ranks}
+        group, incarnations = self._groups.get(ranks), members.ready(ranks)
         if group is None or group.incarnations != incarnations:
             self._retire_old()
             group = SharedGroup(members, self._regions, incarnations)

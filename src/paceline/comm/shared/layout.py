@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.comm.ports import MAILBOX_CAPACITY, PUBLISHED, SHELF, SHELVES
 
-MAX_GROUPS, MAX_QUEUES = 256, 64
+MAX_GROUPS, MAX_QUEUES = 4096, 64
 MAX_IN_HAND, MAX_RETURNED = 64, 1024
 AHEAD = 2
 """How many collectives of a group may have entries at once: the present one and the next."""
@@ -37,7 +37,8 @@ class Layout:
       entries of (operation, numel, dtype, weight, place, place of its part of the sum, flags);
     - its segments of a device's memory: for each, its size, whether it was given, and its handle.
 
-    After the blocks come the member table, the final roster, the directory of groups, the next
+    After the blocks come the member table, the final roster, the last rosters of
+    two kinds, the directory of groups, the next
     batch of each queue, and the batches that were taken back from lost ranks; these are written
     under a lock. Then come the rendezvous, whether the data queue is closed, and the bell of the
     keeper.
@@ -55,7 +56,8 @@ class Layout:
         self._block = self._segments + SEGMENTS * SEGMENT_WORDS
         self.members = size * self._block
         self.roster = self.members + 1 + size
-        self.directory = self.roster + 1 + size
+        self._agreed = self.roster + 1 + size
+        self.directory = self._agreed + 2 * (1 + size)
         self.queues = self.directory + MAX_GROUPS
         self.returned = self.queues + MAX_QUEUES
         self.rendezvous = self.returned + MAX_RETURNED
@@ -64,6 +66,11 @@ class Layout:
         self.closed = self.finished_in + size
         self.keeper_bell = self.closed + 1
         self.words = self.keeper_bell + 1
+
+    def agreed(self, take_in: bool) -> int:
+        """The last roster of a kind: its number, then the incarnation of each member, doubled; odd
+        if the member was taken in with it."""
+        return self._agreed + take_in * (1 + self.size)
 
     def pid(self, rank: int) -> int:
         """The rank's process."""

@@ -14,15 +14,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.comm.liveness import TICK_S, Watch
-from paceline.comm.ports import Members, View
+from paceline.comm.ports import NOT_READY, Members, Roster, View
 from paceline.comm.ranks import ranks
 from paceline.comm.shared.layout import SLOTS
-from paceline.comm.standing import GONE, LOST, Standing
-from paceline.errors import LeftBehind, UsageError
+from paceline.comm.standing import GONE, LOST, PRESENT, Standing
+from paceline.errors import LeftBehind, PeerLost, PeersGone, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.shared.queue import BatchTable
     from paceline.comm.shared.rank import SharedRank
+
+
+_NOT_READY = (Standing.JOINING, Standing.WAITING)
 
 
 class Entry(NamedTuple):
@@ -68,7 +71,7 @@ class MemberTable:
         """Begin an incarnation of ``rank``; a late joiner is not here before it has its state."""
         with self._shared.locked(self._start):
             entry = Entry(self[rank].incarnation + 1, Standing.JOINING if late else Standing.HERE)
-            self._set(rank, entry)
+            self.set(rank, entry)
         return entry
 
     def change(self, rank: int, known: Entry, standing: Standing) -> Entry | None:
@@ -77,10 +80,11 @@ class MemberTable:
             if self[rank] != known:
                 return None
             entry = Entry(known.incarnation, standing)
-            self._set(rank, entry)
+            self.set(rank, entry)
         return entry
 
-    def _set(self, rank: int, entry: Entry) -> None:
+    def set(self, rank: int, entry: Entry) -> None:
+        """Set an entry; under the lock only."""
         self._words[self._start + 1 + rank] = entry.word
         self._words.announce(self._start, self.version + 1)
 
@@ -167,8 +171,16 @@ class SharedMembers(Members):
         number = self._table.incarnation(rank)
         return number if number or rank not in self.starters else 1
 
+    def ready(self, among: Sequence[int]) -> dict[int, int]:
+        """The incarnation of each of these ranks; raises PeerLost for one that is no member yet."""
+        entries = {rank: self._table[rank] for rank in among}
+        new = [r for r, e in entries.items() if e.standing in _NOT_READY and r != self.shared.rank]
+        if new:
+            raise PeerLost(new, "a collective", NOT_READY, 0.0)
+        return {r: e.incarnation or int(r in self.starters) for r, e in entries.items()}
+
     def final_roster(self) -> tuple[tuple[int, int], ...]:
-        shared, roster, start = self.shared, self.roster(), self.shared.layout.roster
+        shared, roster, start = self.shared, self.who_is_here(), self.shared.layout.roster
         with shared.locked(shared.layout.members):
             if not shared.words[start]:
                 shared.words.write(start + 1, roster)
@@ -176,7 +188,59 @@ class SharedMembers(Members):
         numbers = shared.words.read(start + 1, shared.size)
         return tuple((rank, number) for rank, number in enumerate(numbers) if number)
 
-    def roster(self) -> tuple[int, ...]:
+    def roster(self, number: int, take_in: bool = False) -> Roster | None:
+        shared, start = self.shared, self.shared.layout.agreed(take_in)
+        here = self.who_is_here()
+        with shared.locked(shared.layout.members):
+            if shared.words[start] < number:
+                waiting = self._waiting() if take_in else {}
+                numbers = [2 * incarnation for incarnation in here]
+                for rank, entry in waiting.items():
+                    numbers[rank] = 2 * entry.incarnation + 1
+                shared.words.write(start + 1, tuple(numbers))
+                shared.words[start] = number
+            return None if shared.words[start] > number else self._carry_out(take_in)
+
+    def _carry_out(self, take_in: bool) -> Roster:
+        """The last roster of a kind, under the lock; all that it takes in are members afterwards.
+
+        Whoever asked for it first may have been killed before it did this.
+        """
+        shared = self.shared
+        numbers = shared.words.read(shared.layout.agreed(take_in) + 1, shared.size)
+        members = tuple((rank, number // 2) for rank, number in enumerate(numbers) if number)
+        roster = Roster(members, frozenset(r for r, number in enumerate(numbers) if number % 2))
+        for rank, entry in self._waiting().items() if take_in else ():
+            if rank in roster.joined and (rank, entry.incarnation) in members:
+                self._table.set(rank, entry._replace(standing=Standing.HERE))
+        return roster
+
+    def _waiting(self) -> dict[int, Entry]:
+        entries = {rank: self._table[rank] for rank in range(self.shared.size)}
+        return {rank: e for rank, e in entries.items() if e.standing is Standing.WAITING}
+
+    def someone_waits(self) -> bool:
+        return Standing.WAITING in {word % 8 for word in self._table.entries()}
+
+    def wait_to_be_taken_in(self, workers: int) -> Roster:
+        own, words = self.shared.rank, self.shared.words
+        entry = self._table.change(own, self._entry, Standing.WAITING)
+        if entry is None:
+            raise LeftBehind
+        self._entry = entry
+        while (now := self._table[own]) == entry:
+            version = self._table.version
+            self.view()
+            if not any(rank < workers for rank in self._alive if rank != own):
+                raise PeersGone
+            words.wait_change(self.shared.layout.members, version, TICK_S)
+        if now != entry._replace(standing=Standing.HERE):
+            raise LeftBehind
+        self._entry = now
+        with self.shared.locked(self.shared.layout.members):
+            return self._carry_out(take_in=True)
+
+    def who_is_here(self) -> tuple[int, ...]:
         """The incarnation of each rank that is alive; 0 for the others."""
         alive, everyone = self.alive(), range(self.shared.size)
         return tuple(self.incarnation(rank) if rank in alive else 0 for rank in everyone)
@@ -227,7 +291,7 @@ class SharedMembers(Members):
         entry = self._table[rank]
         if incarnation and entry.incarnation > incarnation:
             return "it died"
-        if rank != self.shared.rank and entry.standing in (Standing.JOINING, Standing.HERE):
+        if rank != self.shared.rank and entry.standing in PRESENT:
             standing = self._look_at(rank)
             if standing is not None:
                 self._strike(rank, entry, standing)

@@ -29,7 +29,7 @@ class SharedRendezvous(Rendezvous):
         self._start = members.shared.layout.rendezvous
 
     def call(self, known: int, step: int, stop: bool, over: int) -> None:
-        shared, called = self._shared, self._members.roster()
+        shared, called = self._shared, self._members.who_is_here()
         with shared.locked(self._start):
             if self.last_call().number == known:
                 self._words.write(self._start + 1, (step, int(stop)))

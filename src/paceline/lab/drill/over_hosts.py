@@ -112,11 +112,12 @@ class HostsRun:
             on_loss="continue",
             max_restarts=scenario.max_restarts,
             hosts=len(hosts),
+            workers_per_host=WORKERS_PER_HOST,
             listen=self._address,
             out=str(self._out),
             arguments={
                 "epochs": scenario.epochs,
-                "incarnations": dict.fromkeys(map(str, self._returning()), 2),
+                "incarnations": self._awaited(),
                 "least_s": self._least_s,
                 "began": str(self._began),
             },
@@ -141,11 +142,16 @@ class HostsRun:
     def _log(self, host: int) -> Path:
         return self._folder / f"host{host}.log"
 
-    def _returning(self) -> list[int]:
-        """The ranks that the run waits for in the end: workers that come back, and successors."""
-        back = self.scenario.expect.joined and not self._method.synchronous
-        follows = any(s.what == "kill_server" for s in self.scenario.strikes)
-        return [rank for rank in self.victims if (back if rank < self.workers else follows)]
+    def _awaited(self) -> dict[str, int]:
+        """The ranks that an asynchronous run waits for in the end, and their incarnations."""
+        if self._method.synchronous:
+            return {}
+        strikes, back = self.scenario.strikes, bool(self.scenario.expect.joined)
+        follows = any(strike.what == "kill_server" for strike in strikes)
+        comes = [rank for rank in self.victims if (back if rank < self.workers else follows)]
+        late = self.workers if any(strike.what == "join" for strike in strikes) else 0
+        waiting = range(max(0, late - WORKERS_PER_HOST), late)
+        return {str(rank): 2 for rank in comes} | {str(rank): 1 for rank in waiting}
 
     def _until_strikes_end(self) -> float:
         """How long an asynchronous method trains, so that it sees the strikes and their ends."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.common.reading import read_text
-from paceline.lab.faulttest.schedule import Schedule, draw
+from paceline.lab.faulttest.worlds import AnySchedule, draw_any, examine_any, parse
 from paceline.lab.pool import cores, run_jobs, serve_jobs
 
 CHUNK = 10
@@ -58,7 +58,10 @@ class Report:
 
 
 def campaign(methods: Sequence[str], seeds: range, processes: int | None = None) -> Report:
-    """Run these seeds of each method in ``processes`` processes (default: one per core)."""
+    """Run these seeds of each method in ``processes`` processes (default: one per core).
+
+    The world of many hosts, ``hosts``, stands for a method.
+    """
     report, began_s = Report(), time.monotonic()
     jobs = [
         json.dumps([method, first, min(CHUNK, seeds.stop - first)])
@@ -83,29 +86,25 @@ def try_seeds(job: str) -> str:
     sites: Counter[str] = Counter()
     failures = []
     for seed in range(first, first + count):
-        events, failure = try_one(draw(method, seed), seed)
+        events, failure = try_one(draw_any(method, seed), seed)
         sites.update((+events).keys())  # only what happened at least once
         failures += [vars(failure)] if failure else []
     return json.dumps({"sites": sites, "failures": failures})
 
 
-def try_one(schedule: Schedule, seed: int | None = None) -> tuple[Counter[str], Failure | None]:
+def try_one(schedule: AnySchedule, seed: int | None = None) -> tuple[Counter[str], Failure | None]:
     """Run one schedule; return how often each event happened, and the failure if a law broke."""
-    from paceline.lab.faulttest.laws import examine
-
-    outcome = examine(schedule)
-    violation = outcome.violation
+    sites, violation = examine_any(schedule)
     if violation is None:
-        return outcome.sites, None
-    failure = Failure(schedule.name, seed, str(schedule), violation.law, str(violation))
-    return outcome.sites, failure
+        return sites, None
+    return sites, Failure(schedule.name, seed, str(schedule), violation.law, str(violation))
 
 
-def read_corpus(path: Path) -> Iterator[Schedule]:
+def read_corpus(path: Path) -> Iterator[AnySchedule]:
     """The schedules of a file, one per line; a line that starts with # describes the next one."""
     for line in read_text(path).splitlines():
         if line.strip() and not line.startswith("#"):
-            yield Schedule.parse(line)
+            yield parse(line)
 
 
 def as_json(report: Report) -> dict[str, Any]:

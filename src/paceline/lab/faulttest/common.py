@@ -46,9 +46,12 @@ class MemberViews(Observer):
             "members",
             lambda: f"rank {session.rank} sees {seen}; alive are {sorted(alive)}",
         )
+        taken_in = self.world.rosters[True][1].joined if True in self.world.rosters else ()
         for rank in seen:
             self.scene.check(
-                rank == session.rank or (rank, self.scene.incarnation(rank)) in self.scene.begun,
+                rank == session.rank
+                or rank in taken_in  # it gets its state in the collective that comes next
+                or (rank, self.scene.incarnation(rank)) in self.scene.begun,
                 "members",
                 f"rank {rank} is a member without a state",
             )
@@ -279,6 +282,8 @@ class StepCounts(Observer):
             if rank < self.schedule.workers and undisturbed:
                 assert session.stepper is not None
                 steps, expected = session.stepper.steps, self.schedule.steps_of(rank)
+                if session.growth is not None and session.late:
+                    expected = max(steps, expected)  # those of the others count for a newcomer
                 self.scene.check(steps == expected, "steps", f"rank {rank} made {steps}")
 
 

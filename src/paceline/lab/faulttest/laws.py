@@ -128,6 +128,23 @@ def _resume_after_losses(schedule: Schedule, outcome: RunOutcome) -> None:
     if resumed.violation is not None:
         raise resumed.violation
     outcome.sites["resumed after losses"] += resumed.sites["joined"]
+    if schedule.method.synchronous:
+        _resume_with_those_left(checkpointed, original, outcome)
+
+
+def _resume_with_those_left(schedule: Schedule, original: RunOutcome, outcome: RunOutcome) -> None:
+    """A run that is resumed after its last loss ends as it did, if nobody joins."""
+    resumed = resume(schedule.but(faults=()), original.images[-1], without_lost=True)
+    if resumed.violation is not None:
+        raise resumed.violation
+    workers = {*range(schedule.workers)}
+    if resumed.resumed_with is None or resumed.resumed_with & workers != original.ends.keys():
+        return  # others were lost, or came, after the checkpoint
+    outcome.sites["resumed with those left"] += len(original.ends) < schedule.workers
+    if not _equal(resumed.ends, original.ends):
+        raise Violation(
+            "a resumed run equals one that went on", f"{resumed.ends}, and not {original.ends}"
+        )
 
 
 def _run_mirrored(schedule: Schedule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.lab.faulttest.training import EPOCHS, samples_of
 from paceline.lab.faulttest.watched import Observer, around, close
 from paceline.model.gradient import Gradient
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.easgd_sync import EASGDSync
 from paceline.strategies.hierarchical import Hierarchical
 from paceline.strategies.sasgd import SASGD
+from paceline.training.division import part_of
 from paceline.training.session import Session
 
 
@@ -27,6 +29,7 @@ class Contribution:
     x: Tensor
     contribution: Tensor
     weight: float
+    session: Session
 
 
 class Replicas(Observer):
@@ -94,7 +97,6 @@ class Means(Observer):
         super().__init__(*args)
         self._parts: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
         self._after: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._synchronizations: dict[int, int] = {}
 
     def watches(self) -> bool:
         method, schedule = self.schedule.method, self.schedule
@@ -118,16 +120,16 @@ class Means(Observer):
         decay = 0.1 if self.schedule.optimizer == "decay" else 0.0
         after = x - replica.lrs()[0] * (g.vector + decay * x)
         weight = g.samples if g.usable else 0.0
-        self._parts[number][session.rank] = Contribution(x.clone(), after, weight)
-        if number:
+        self._parts[number][session.rank] = Contribution(x.clone(), after, weight, session)
+        before = self._parts[number - 1].get(session.rank) if number else None
+        if before is not None and before.session is session:
             self._after[number - 1][session.rank] = x.clone()
         inner(x, g)
 
     def _synchronize(self, session: Session, inner: Any, x: Tensor, weight: int) -> bool:
-        number = self._synchronizations.get(session.rank, 0)
+        number = session.all_ranks.collectives_done
         counted = 0 if session.rank in session.strategy.guard.aside else weight
-        self._synchronizations[session.rank] = number + 1
-        self._parts[number][session.rank] = Contribution(x.clone(), x.clone(), counted)
+        self._parts[number][session.rank] = Contribution(x.clone(), x.clone(), counted, session)
         goes_on: bool = inner(x, weight)
         if goes_on and not getattr(session.strategy, "_behind", False):
             self._after[number][session.rank] = x.clone()
@@ -144,6 +146,58 @@ class Means(Observer):
                 "the mean is over the members",
                 f"after exchange {number} rank {rank} is at {x.tolist()}; of"
                 f" {[(r, p.contribution.tolist(), p.weight) for r, p in parts.items()]}",
+            )
+
+
+class SharedData(Observer):
+    """Each sample is trained on once an epoch by those who take part, and never twice for sure.
+
+    What a lost worker did since its last synchronization may count or not.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sure: Counter[int] = Counter()
+        self._open: dict[Session, list[int]] = {}
+
+    def watches(self) -> bool:
+        schedule = self.schedule
+        divided = schedule.data == "auto" and schedule.bad_rank is None and schedule.workers > 1
+        return divided and schedule.name in ("allreduce", "sasgd", "diloco", "hierarchical")
+
+    def attach(self, session: Session) -> None:
+        self._open[session] = []
+        around(session, "batch_arrived", lambda inner, *a: self._arrived(session, inner, *a))
+        around(session.strategy, "step", lambda inner, *a: self._acted(session, inner, *a))
+        around(session.strategy, "finish", lambda inner, *a: self._acted(session, inner, *a))
+
+    def _arrived(self, session: Session, inner: Any, loop: Any, *more: Any) -> None:
+        inner(loop, *more)
+        division = loop.loader.division
+        if session.catching_up:
+            return
+        members, used = division._last.members, division.used
+        whole = next(batch for batch in division._given if batch.end == used)
+        index = [rank for rank, _ in members].index(session.rank)
+        self._open[session] += part_of(whole.samples, len(members), index).tolist()
+
+    def _acted(self, session: Session, inner: Any, *x: Any) -> None:
+        """A step, or the end: with a collective of all, what came before it counts."""
+        before = session.all_ranks.collectives_done
+        inner(*x)
+        if session.all_ranks.collectives_done > before:
+            self._sure.update(self._open[session])
+            self._open[session] = []
+
+    def ended(self) -> None:
+        maybe = Counter(sample for samples in self._open.values() for sample in samples)
+        reported = any(session.unseen_batches for session in self.scene.workers.values())
+        for sample in {*self._sure, *maybe, *range(samples_of(self.schedule))}:
+            sure, most = self._sure[sample], self._sure[sample] + maybe[sample]
+            self.scene.check(
+                sure <= EPOCHS and (most >= EPOCHS or reported),
+                "samples are seen once",
+                f"sample {sample} was seen {sure} to {most} times in {EPOCHS} epochs",
             )
 
 

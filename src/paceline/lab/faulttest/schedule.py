@@ -157,7 +157,11 @@ class Schedule:
     def losses(self) -> MembershipPolicy:
         """What the run does about lost ranks."""
         return MembershipPolicy(
-            self.method.synchronous, self.workers, self.on_loss, self.max_restarts
+            self.method.synchronous,
+            self.workers,
+            self.on_loss,
+            self.max_restarts,
+            self.method.takes_workers_in,
         )
 
     @property
@@ -243,9 +247,11 @@ def _with_faults(schedule: Schedule, random: Random) -> Schedule:
     """The same schedule, in four of five cases with faults."""
     if random.random() < 0.2:
         return schedule
-    synchronous = schedule.method.synchronous
-    restarts = 0 if synchronous else int(random.choice([0, 0, 1, 2]))
+    method = schedule.method
+    restarts = int(random.choice([0, 0, 1, 2])) if method.takes_workers_in else 0
     on_loss = None if random.random() < 0.2 else "continue"
+    if method.synchronous and on_loss is None:
+        restarts = 0  # the first loss ends the run
     schedule = schedule.but(on_loss=on_loss, max_restarts=restarts)
     faults = _Faults(schedule, random)
     for _ in range(int(random.choice([1, 1, 2, 2, 3, 4]))):
@@ -339,8 +345,10 @@ class _Faults:
         return f"degrade(rank={rank}{peer}, factor=0.1, for_s={for_s:.4g}).{self._time()}"
 
     def _join(self) -> str | None:
-        if self._schedule.method.synchronous:
+        if not self._schedule.losses.accepts_joiners:
             return None
+        if self._schedule.method.synchronous and self._random.random() < 0.5:
+            return self._kill_and_return()
         others = [
             r
             for r in range(self._schedule.workers)
@@ -351,6 +359,16 @@ class _Faults:
         rank = int(self._random.choice(others))
         self._late.add(rank)
         return f"join(rank={rank}).{self._time()}"
+
+    def _kill_and_return(self) -> str | None:
+        """Kill a worker, and have it come again."""
+        schedule, random, rank = self._schedule, self._random, self._victim()
+        if rank is None or rank in self._late:
+            return None
+        killed_s = schedule.setup_s + 0.7 * schedule.seconds * random.random()
+        self.sentences.append(f"kill(rank={rank}).at(seconds={killed_s:.4g})")
+        again_s = killed_s + 0.5 * schedule.seconds * random.random()
+        return f"join(rank={rank}).at(seconds={again_s:.4g})"
 
     def _end_server(self) -> str | None:
         servers = range(self._schedule.workers, self._schedule.size)

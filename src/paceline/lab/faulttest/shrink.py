@@ -10,24 +10,26 @@ from dataclasses import replace
 from paceline.common.faults import format_fault
 from paceline.errors import UsageError
 from paceline.lab.faulttest.campaign import Failure
-from paceline.lab.faulttest.laws import examine
+from paceline.lab.faulttest.hosts.schedule import HostsSchedule
+from paceline.lab.faulttest.hosts.shrink import simpler_hosts
 from paceline.lab.faulttest.schedule import Schedule
+from paceline.lab.faulttest.worlds import AnySchedule, examine_any, parse
 
 MOST_RUNS = 400
 
 
 def smallest(failure: Failure) -> Failure:
     """The same failure with the smallest schedule found."""
-    schedule = shrink(Schedule.parse(failure.schedule), failure.law)
-    violation = examine(schedule).violation
+    schedule = shrink(parse(failure.schedule), failure.law)
+    _, violation = examine_any(schedule)
     return replace(failure, schedule=str(schedule), text=str(violation))
 
 
-def shrink(schedule: Schedule, law: str) -> Schedule:
+def shrink(schedule: AnySchedule, law: str) -> AnySchedule:
     """The smallest schedule found that breaks ``law``; removes faults first, then workers."""
 
-    def breaks(smaller: Schedule) -> bool:
-        violation = examine(smaller).violation
+    def breaks(smaller: AnySchedule) -> bool:
+        _, violation = examine_any(smaller)
         return violation is not None and violation.law == law
 
     runs = 0
@@ -44,8 +46,11 @@ def shrink(schedule: Schedule, law: str) -> Schedule:
     return schedule
 
 
-def simpler(schedule: Schedule) -> Iterator[Schedule]:
+def simpler(schedule: AnySchedule) -> Iterator[AnySchedule]:
     """Slightly simpler schedules; those that simplify most come first."""
+    if isinstance(schedule, HostsSchedule):
+        yield from simpler_hosts(schedule)
+        return
     for make in (_fewer_faults, _fewer_workers, _fewer_steps, _fewer_options, _plainer):
         for smaller in make(schedule):
             try:

@@ -116,6 +116,11 @@ def learn(
         optimizer.step()
 
 
+def samples_of(schedule: Schedule) -> int:
+    """How many samples the loader of a schedule has."""
+    return max(1, schedule.steps * schedule.workers * BATCH // EPOCHS - schedule.uneven)
+
+
 def own_batches(schedule: Schedule, rank: int) -> Iterator[tuple[int, Tensor]]:
     """The numbered batches of a worker in a run without a loader."""
     for step in range(schedule.steps_of(rank)):
@@ -127,8 +132,7 @@ def batches(worker: Worker, schedule: Schedule) -> Iterator[tuple[int, Tensor]]:
     if schedule.data == "steps":
         yield from own_batches(schedule, worker.rank)
         return
-    samples = max(1, schedule.steps * schedule.workers * BATCH // EPOCHS - schedule.uneven)
-    dataset = TensorDataset(_TARGETS[:samples])
+    dataset = TensorDataset(_TARGETS[: samples_of(schedule)])
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=BATCH, shuffle=True)
     shared = worker.setup_dataloaders(loader, data=schedule.data)
     for _ in range(EPOCHS):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import LINK_KINDS, Fault
 from paceline.errors import PeerLost, summary_of
 from paceline.lab.faulttest.common import (
@@ -25,7 +26,7 @@ from paceline.lab.faulttest.common import (
     WindowVersions,
 )
 from paceline.lab.faulttest.decentralised import Averages
-from paceline.lab.faulttest.lockstep import Means, Replicas
+from paceline.lab.faulttest.lockstep import Means, Replicas, SharedData
 from paceline.lab.faulttest.power import CheckpointFolder, Image
 from paceline.lab.faulttest.schedule import Schedule
 from paceline.lab.faulttest.served import Bound, ElasticMoves, Pushes, Tokens
@@ -59,6 +60,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
     AtRest,
     Replicas,
     Means,
+    SharedData,
     Pushes,
     ElasticMoves,
     Bound,
@@ -80,6 +82,7 @@ class RunOutcome:
         sites: how often each event happened.
         bytes_sent: by all ranks together.
         images: what its disk would hold after a power failure, at a few moments.
+        resumed_with: the ranks of the checkpoint that it resumed from, if it did.
     """
 
     violation: Violation | None = None
@@ -90,6 +93,7 @@ class RunOutcome:
     sites: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
     images: list[Image] = field(default_factory=list)
+    resumed_with: frozenset[int] | None = None
 
 
 def run(schedule: Schedule) -> RunOutcome:
@@ -107,24 +111,35 @@ def run(schedule: Schedule) -> RunOutcome:
     return outcome
 
 
-def resume(schedule: Schedule, image: Image) -> RunOutcome:
-    """Resume a run from the checkpoint in ``image``."""
+def resume(schedule: Schedule, image: Image, without_lost: bool = False) -> RunOutcome:
+    """Resume a run from the checkpoint in ``image``; those that it lacks join, or stay lost."""
     with CheckpointFolder(schedule, image) as folder:
-        outcome = _run(schedule, folder, (Completion,))
-        outcome.sites["resumed"] += folder.coordinator.start is not None
+        policy = NOBODY_JOINS if without_lost else schedule.losses
+        outcome = _run(schedule, folder, (Completion,), policy)
+        start = folder.coordinator.start
+        outcome.sites["resumed"] += start is not None
+        outcome.resumed_with = None if start is None else frozenset(start.ranks)
     return outcome
 
 
+NOBODY_JOINS = MembershipPolicy(True, 1, "continue", 0, takes_in=False)
+
+
 def _run(
-    schedule: Schedule, folder: CheckpointFolder | None, observers: Sequence[type[Observer]]
+    schedule: Schedule,
+    folder: CheckpointFolder | None,
+    observers: Sequence[type[Observer]],
+    policy: MembershipPolicy | None = None,
 ) -> RunOutcome:
-    method = schedule.method
+    method, policy = schedule.method, policy or schedule.losses
+    late = [] if folder is None else folder.coordinator.late_joiners(policy)
     world = World(
         schedule.cluster,
         schedule.size,
         seed=schedule.seed,
         limits=schedule.limits,
-        faults=[*schedule.script, *(folder.coordinator.late_joiners if folder else ())],
+        faults=[*schedule.script, *late],
+        away=[] if folder is None else folder.coordinator.away(policy),
         homes=homes_of(method, schedule.workers)[: schedule.size],
         losses=schedule.losses,
         start_s=0.0 if folder is None else folder.coordinator.start_s,
