@@ -155,7 +155,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500, help="of each worker")
+    parser.add_argument("--steps", type=int, default=800, help="of each worker")
     steps = parser.parse_args().steps
     for strategy, workers in (("gossip", 6), ("downpour", 5)):
         print(json.dumps(measure(strategy, workers, steps)), flush=True)

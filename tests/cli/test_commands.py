@@ -116,6 +116,8 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
         (["--max-restarts", "1"], "a lost rank ends the run there"),
         (["--fault", "kill(rank=1).at(step=3)"], "a lost rank ends the run there"),
         (["--checkpoint-steps", "5"], "train can call worker.save there"),
+        (["--on", "ray"], "the launcher has chosen the hosts"),
+        (["--listen", "10.0.0.1:7000"], "the launcher has chosen the hosts"),
     ],
 )
 def test_options_that_a_launcher_decides_are_refused(option, why, paceline, monkeypatch):
@@ -124,6 +126,13 @@ def test_options_that_a_launcher_decides_are_refused(option, why, paceline, monk
     monkeypatch.setenv("MASTER_PORT", "29500")
     done = paceline("run", "-s", "gossip", *option, code=2)
     assert f"{option[0]} must not be given under a launcher: {why}" in done.err
+
+
+def test_a_transport_that_a_launcher_does_not_offer_is_refused(paceline, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    done = paceline("run", "-s", "gossip", "--transport", "hosts", code=2)
+    assert "transport (hosts) must be distributed under a launcher" in done.err
 
 
 @pytest.mark.parametrize("port", ["70000", "web"])

@@ -101,7 +101,7 @@ def test_a_run_for_which_there_is_no_room_ends(cluster, script, tmp_path):
     run = start(cluster, tmp_path, "train.py")
     printed, _ = run.communicate()
     assert run.returncode == 1, printed
-    assert re.search(r"Ray has placed \d of 9 ranks after 5 s; it has no room for the", printed)
+    assert re.search(r"Ray has placed \d of 9 ranks after \d+ s; it has no room", printed)
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(cluster, script, tmp_path):

@@ -62,6 +62,11 @@ class Job:
         check_device(device)
         if world > 1:
             _refuse_under_launcher({**(policy or {}), "fault": faults})
+            if transport not in (None, "distributed"):
+                raise UsageError(
+                    f"transport ({transport}) must be distributed under a launcher; a script with"
+                    ' pl.init(transport="hosts") can use that'
+                )
             return self._train_launched(screen, workers, device)
         folder = choose_out(self.out, f"{strategy_name(self.strategy)}-{count}")
         ForkServer.warm_up()
@@ -216,6 +221,7 @@ def _compared(run: RecordedRun, difference: float | None) -> Replayed:
 _NOT_UNDER_LAUNCHER = {
     "train can call worker.save there": ("checkpoint_steps", "checkpoint_minutes", "resume"),
     "a lost rank ends the run there": ("on_loss", "max_restarts", "fault"),
+    "the launcher has chosen the hosts": ("on", "listen", "hosts"),
 }
 
 
