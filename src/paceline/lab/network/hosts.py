@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.common.options import above, at_least
 from paceline.errors import PacelineError, UsageError
-from paceline.lab.network.process import HostProcess, only_child
+from paceline.lab.network.process import PopenOnHost, only_child
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 """The commands that make hosts, and the package of each."""
@@ -81,7 +81,7 @@ class _Host:
     holder: subprocess.Popen[str]
     init: int
     group: int | None = 0
-    processes: list[HostProcess] = field(default_factory=list)
+    processes: list[PopenOnHost] = field(default_factory=list)
 
 
 class HostNetwork:
@@ -168,11 +168,11 @@ class HostNetwork:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         **options: Any,
-    ) -> HostProcess:
+    ) -> PopenOnHost:
         """Start a command on a host; ``options`` are those of :class:`subprocess.Popen`."""
         line = [*self._enter(self._hosts[host].init, "--net", "--pid", "--mount", "--uts", "--ipc")]
         line += ["sh", "-c", 'cd "$0" && exec "$@"', str(Path(cwd or ".").resolve()), *argv]
-        process = HostProcess(line, env=env, **options)
+        process = PopenOnHost(line, env=env, **options)
         self._hosts[host].processes.append(process)
         return process
 

@@ -14,7 +14,7 @@ from typing import Any
 _POLL_S = 0.005
 
 
-class HostProcess(subprocess.Popen[Any]):
+class PopenOnHost(subprocess.Popen[Any]):
     """A process on a host. Signals go to the process itself, and its exit code comes back.
 
     ``pid`` is a process on this machine that waits for the one on the host: only a child can be in
