@@ -2,7 +2,8 @@
 
     python benchmarks/drill_table.py [FILE]
 
-Runs ``paceline drill --json``, or reads its output from FILE, and writes the table.
+Runs ``paceline drill --json``, or reads its output from FILE, and writes the table. The output of
+``paceline drill --hosts 3 --json`` goes to docs/clusters.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from methods_table import replace_table
 from paceline.lab.drill.scenario import load_scenarios
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
+HOSTS_PAGE = PAGE.with_name("clusters.md")
 
 
 def table_row(row: dict[str, Any]) -> str:
@@ -61,7 +63,8 @@ def main() -> None:
             "|---|---|---|---|---|---|---|",
         ]
         lines += [*rows, ""]
-    replace_table("drill", lines, PAGE)
+    many = any(row.get("hosts", 1) > 1 for row in outcome["rows"])
+    replace_table("drill", lines, HOSTS_PAGE if many else PAGE)
 
 
 if __name__ == "__main__":
