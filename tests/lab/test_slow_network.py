@@ -86,8 +86,10 @@ def test_a_link_is_not_faster_than_its_rate(bits_per_s):
 
 def test_namespaces_are_isolated_and_leave_nothing_behind():
     links, names = os.listdir("/sys/class/net"), sorted(Path("/run").glob("netns/*"))
-    here, used = os.readlink("/proc/self/ns/net"), namespaces_in_use()
+    here = os.readlink("/proc/self/ns/net")
     with SlowNetwork(2, BITS_PER_S) as network:
+        made = {f"net:[{os.stat(network.path(host)).st_ino}]" for host in range(2)}
+        assert here not in made
         assert os.listdir("/sys/class/net") == links
         assert "default" not in network.run(0, "ip", "route")
         assert set(network.run(0, "tc", "qdisc").split()) >= {"eth0", "tbf"}
@@ -96,7 +98,7 @@ def test_namespaces_are_isolated_and_leave_nothing_behind():
     assert os.readlink("/proc/self/ns/net") == here
     assert os.listdir("/sys/class/net") == links
     assert sorted(Path("/run").glob("netns/*")) == names
-    assert namespaces_in_use() <= used | {here}
+    assert not made & namespaces_in_use()
 
 
 _OWNER = """

@@ -31,6 +31,7 @@ sys.path[:0] = {path!r}
 from support import runs
 
 with pl.init(strategy="gossip", transport="hosts") as worker:
+    worker.comm.barrier()  # all have come: nobody starts a rank again that was lost before
     if worker.rank == {victim}:
         os.kill(os.getpid(), signal.SIGKILL)
     runs.train(worker)

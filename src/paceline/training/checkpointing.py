@@ -150,6 +150,8 @@ class CountAgreement(CallAgreement):
         incarnations = {} if roster is None else dict(roster.members)
         if roster is None or not self._session.strategy.can_stand_still(incarnations):
             return None
+        if not self._session.all_ranks.elastic and not {*self._roll.starters} <= {*incarnations}:
+            return None  # the loss ends the run, and no checkpoint must lack that rank
         called = tuple(incarnations.get(rank, 0) for rank in self._everyone)
         return Call(number, number, stop, called)
 
