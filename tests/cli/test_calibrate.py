@@ -6,7 +6,10 @@ import json
 import subprocess
 
 import pytest
-from support import warm
+from support import runs, warm
+from support.worlds import on_hosts
+
+from paceline.sim.cluster import read_cluster
 
 SCRIPT = """
 import torch
@@ -33,17 +36,45 @@ def folder(tmp_path_factory):
     return folder
 
 
-def output_of(folder, *arguments):
+def output_of(folder, *arguments, env=None):
     done = subprocess.run(
         [warm.python(), "-m", "paceline", *arguments, "--json"],
         capture_output=True,
         text=True,
         cwd=folder,
+        env=env,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)
+
+
+@on_hosts
+def test_a_calibration_of_two_hosts_has_the_link_between_them(folder):
+    address, settings = f"127.0.0.1:{runs.free_port()}", ["--model", "mlp", "--steps", "16"]
+    other = [warm.python(), "-m", "paceline", "run", "--join", address]
+    token = runs.environment() | {"PACELINE_TOKEN": "5a" * 32}
+    with subprocess.Popen(other, env=token, cwd=folder, stderr=subprocess.PIPE) as joined:
+        measured = [
+            "calibrate",
+            "--listen",
+            address,
+            *settings,
+            "--rounds",
+            "1",
+            "--out",
+            "two.toml",
+        ]
+        found = output_of(folder, *measured, env=token)
+        assert joined.wait() == 0
+    fits = {fit["what"]: fit for fit in found["fits"]}
+    assert found["transport"] == "hosts" and fits["network"]["start_s"] > 0
+    cluster = read_cluster(folder / "two.toml")
+    assert cluster.registrar == 0 and cluster.ranks_per_node == cluster.cores
+    assert cluster.network.latency_s == fits["network"]["start_s"]
+    run = ["sim", "-s", "gossip", "--cluster", "two.toml", "--model", "mlp", "--steps", "4"]
+    assert output_of(folder, *run, "--workers", "4")["steps"] == 16
 
 
 @pytest.mark.transport("shared_memory")

@@ -19,10 +19,13 @@ from paceline.cli.options import (
     Device,
     FaultOptions,
     GlobalBatchSize,
+    Listen,
+    NoEncryption,
     NoTrace,
     OutputOptions,
     Repeats,
     StrategySpec,
+    TokenFile,
     TrainingOptions,
     TransportName,
     Workers,
@@ -112,22 +115,9 @@ def run(
             " mid-run.",
         ),
     ] = None,
-    listen: Annotated[
-        str | None,
-        Option("--listen", metavar="ADDRESS:PORT", help="Where this host listens for the others."),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        Option("--token-file", help="Holds the token of a run on many hosts. [default: run.token]"),
-    ] = None,
-    no_encryption: Annotated[
-        bool,
-        Option(
-            "--no-encryption",
-            help="Do not encrypt between hosts; for a network on which nobody listens. Give it on"
-            " every host.",
-        ),
-    ] = False,
+    listen: Listen = None,
+    token_file: TokenFile = None,
+    no_encryption: NoEncryption = False,
     join: Annotated[
         str | None,
         Option(

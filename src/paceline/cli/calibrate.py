@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import MODELS
 from paceline.launcher.capacity import check_real_workers
 from paceline.launcher.fork_client import ForkServer
+from paceline.launcher.many_hosts import ManyHosts
 from paceline.launcher.transports import TRANSPORTS
 from paceline.strategies import make_strategy
 
@@ -59,6 +60,8 @@ def show_check(
 ) -> None:
     """Calibrate, predict, measure, and show the error of each prediction."""
     screen = chosen.screen()
+    if chosen.listen is not None:
+        raise UsageError("--check makes its runs on this host: it must not be given with --listen")
     at_least("repeats", repeats, 1)
     strategies = split_specs(specs) or list(STRATEGIES)
     methods = {spec: make_strategy(spec) for spec in strategies}
@@ -106,7 +109,8 @@ def show_check(
 
 def _subjects(chosen: CalibrationOptions, models: Sequence[str]) -> list[Subject]:
     """The script, or the built-in task with the chosen model or else each of ``models``."""
-    transport = chosen.transport or default_transport()
+    hosts = _other_host(chosen)
+    transport = chosen.transport or (default_transport() if hosts is None else "hosts")
     one_of("transport", transport, TRANSPORTS)
     at_least("rounds", chosen.rounds, 1)
     if chosen.script is None:
@@ -122,9 +126,31 @@ def _subjects(chosen: CalibrationOptions, models: Sequence[str]) -> list[Subject
     from paceline.lab.calibrate.machine import Subject
 
     return [
-        Subject(name=name, train=train, arguments=arguments, transport=transport, seed=chosen.seed)
+        Subject(
+            name=name,
+            train=train,
+            arguments=arguments,
+            transport=transport,
+            seed=chosen.seed,
+            hosts=hosts,
+        )
         for name, train, arguments in tasks
     ]
+
+
+def _other_host(chosen: CalibrationOptions) -> ManyHosts | None:
+    """Where this host waits for the one at the other end of the link; None without a link."""
+    if chosen.listen is None:
+        for option, value in (
+            ("token-file", chosen.token_file),
+            ("no-encryption", chosen.no_encryption),
+        ):
+            if value:
+                raise UsageError(
+                    f"--{option} needs --listen: the address at which another host joins"
+                )
+        return None
+    return ManyHosts.of(2, chosen.listen, chosen.token_file, not chosen.no_encryption, None)
 
 
 def _built_in(chosen: CalibrationOptions, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -138,7 +164,10 @@ def _built_in(chosen: CalibrationOptions, model: str) -> tuple[str, dict[str, An
 def _calibrate(screen: Screen, subject: Subject, chosen: CalibrationOptions) -> Calibration:
     from paceline.lab.calibrate.machine import Effort, calibrate
 
-    screen.say(f"Measuring {subject.name} over {subject.transport}.")
+    what = f"{subject.name} over {subject.transport}"
+    if subject.hosts is not None:
+        what = f"the link to another host, then {what}"
+    screen.say(f"Measuring {what}.")
     effort = Effort(rounds=chosen.rounds)
     if chosen.steps is not None:
         effort = replace(effort, steps=min(effort.steps, chosen.steps))
@@ -189,10 +218,13 @@ def _show(screen: Screen, found: Calibration) -> None:
     varies = found.variation
     kinds = {"none": "", "trace": ", varying as recorded"}
     variation = kinds.get(varies.kind, f", {varies.kind} {varies.value:.2f}")
+    line = found.network
+    other = [("a message to the other host", _ms(line.seconds(found.nbytes)), line)] if line else []
     rows = [
         (f"step of {batch} samples{variation}", _ms(found.gradient.seconds(batch)), found.gradient),
         (f"loading {batch} samples", _ms(found.loading.seconds(batch)), found.loading),
         ("a message on the link", _ms(found.link.seconds(found.nbytes)), found.link),
+        *other,
         *(
             (f"own work: {w}", _ms(line.seconds(found.nbytes)), line)
             for w, line in found.work.items()

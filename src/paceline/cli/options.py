@@ -39,6 +39,22 @@ TransportName = Annotated[
         " [default: shared_memory on Linux]",
     ),
 ]
+Listen = Annotated[
+    str | None,
+    Option("--listen", metavar="ADDRESS:PORT", help="Where this host listens for the others."),
+]
+TokenFile = Annotated[
+    Path | None,
+    Option("--token-file", help="Holds the token of a run on many hosts. [default: run.token]"),
+]
+NoEncryption = Annotated[
+    bool,
+    Option(
+        "--no-encryption",
+        help="Do not encrypt between hosts; for a network on which nobody listens. Give it on"
+        " every host.",
+    ),
+]
 Device = Annotated[
     str, Option("--device", help="cpu, or cuda to spread the workers over this machine's GPUs.")
 ]
@@ -205,6 +221,9 @@ class CalibrationOptions(OutputOptions):
         ),
     ] = None
     transport: TransportName = None
+    listen: Listen = None
+    token_file: TokenFile = None
+    no_encryption: NoEncryption = False
     rounds: Annotated[int, Option("--rounds", help="How often everything is measured.")] = 3
     out: Annotated[
         Path, Option("--out", help="The cluster file; for several models, one each.")

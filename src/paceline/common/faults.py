@@ -33,8 +33,8 @@ class Fault:
         kind: ``kill`` ends the rank, ``freeze`` stops it, ``slow`` makes it compute longer,
             ``join`` delays its start; ``cut`` and ``degrade`` affect links.
         rank: the rank that is affected, or one end of the link.
-        peer: the other end of the link; None: all links of the rank.
-        node: in place of a rank: the links between this node and the others.
+        peer: the other end of the link, a rank or a node as this end is; None: all links.
+        node: in place of a rank: the links between this node and others.
         at_s: when, in seconds of virtual time.
         at_step: in place of a time: before which of the rank's optimizer steps, from 0.
         for_s: how long it lasts; None: until the end of the run.
@@ -78,11 +78,10 @@ class Fault:
 
     def _check_link(self) -> None:
         if (self.rank is None) == (self.node is None):
-            raise UsageError(f"{self.kind} takes a rank, a rank and its peer, or a node")
+            raise UsageError(f"{self.kind} takes a rank or a node, and maybe its peer")
         if self.peer is not None and self.peer in (self.rank, self.node):
-            raise UsageError(f"peer ({self.peer}) must differ from rank ({self.rank})")
-        if self.peer is not None and self.rank is None:
-            raise UsageError(f"peer ({self.peer}) needs a rank, not a node")
+            end = "node" if self.rank is None else "rank"
+            raise UsageError(f"peer ({self.peer}) must differ from {end} ({self.peer})")
         if self.at_step is not None:
             raise UsageError(f"{self.kind} takes at_s: a link has no steps")
 
@@ -145,7 +144,7 @@ def cut(
     node: int | None = None,
     for_s: float | None = None,
 ) -> Fault:
-    """Cut the link between ``rank`` and ``peer``, all links of ``rank``, or those of a node."""
+    """Cut all links of ``rank`` or of ``node``, or only that to ``peer``, a rank or a node."""
     return Fault(kind="cut", rank=rank, peer=peer, node=node, for_s=for_s)
 
 

@@ -5,6 +5,7 @@
     about = "four desks and an old switch"
     ranks_per_node = 1
     cores = 2                 # the ranks of a node share them; 0: one for each rank
+    registrar = 0             # many hosts: the node of the process that knows the members
 
     [network]                 # the link between two nodes, and the network card of each
     latency_s = 5e-5
@@ -184,6 +185,8 @@ class Cluster:
         name, about: shown to the user; they have no effect.
         ranks_per_node: 0 puts every rank on one node.
         cores: of each node; its computing ranks share them. 0: one for each rank.
+        registrar: the node of the registrar, as in a run over many hosts: it gives out batches, and
+            a rank that is cut off from it for ``dead_s`` is lost. None: all ranks know the members.
         network: the link between two nodes, and the network card of each.
         inside: the link between two ranks of one node.
         stands_for: charge the bytes and times of this model instead of the trained one's.
@@ -194,6 +197,7 @@ class Cluster:
     about: str = ""
     ranks_per_node: int = 1
     cores: int = 0
+    registrar: int | None = None
     network: Link = field(default_factory=Link)
     inside: Link = field(default_factory=Link)
     compute: Compute = field(default_factory=Compute)
@@ -207,6 +211,7 @@ class Cluster:
     def __post_init__(self) -> None:
         at_least("ranks_per_node", self.ranks_per_node, 0)
         at_least("cores", self.cores, 0)
+        at_least("registrar", self.registrar or 0, 0)
 
     def node(self, rank: int) -> int:
         """The node that ``rank`` runs on."""
@@ -214,9 +219,10 @@ class Cluster:
 
     def check_faults(self, faults: Iterable[Fault], size: int) -> None:
         """Refuse faults of ranks and nodes that do not exist in a run of ``size`` ranks."""
-        limits = {"rank": size, "peer": size, "node": self.node(size - 1) + 1}
+        nodes = max(self.node(size - 1), self.registrar or 0) + 1
         for fault in faults:
-            for name, limit in limits.items():
+            ends = size if fault.node is None else nodes
+            for name, limit in {"rank": size, "node": nodes, "peer": ends}.items():
                 value = getattr(fault, name)
                 if value is not None and value >= limit:
                     existing = (

@@ -73,12 +73,18 @@ class Collective:
 
     def lost(self, rank: int) -> PeerLost | None:
         """The error for ``rank``, which has arrived, if a member is gone before all have."""
-        gone = self._gone() if rank in self.inputs and not self._combined else []
-        if not gone:
+        gone = self._gone() if rank in self.inputs else []
+        if not gone or (self._combined and not self._is_stuck()):
             return None
         for member in gone:
             self._world.end(member)
         return PeerLost(gone, self.op, self._world.departed.get(gone[0], NOT_READY), 0.0)
+
+    def _is_stuck(self) -> bool:
+        """Whether the sum waits for a link, at whose end the registrar loses who is cut off."""
+        now_s, network = self._world.calendar.now_s, self._world.network
+        is_cut = network.outages.uncut_s(now_s, self.members) > now_s
+        return is_cut and self._world.registrar is not None
 
     def _gone(self) -> list[int]:
         """The members that were lost, or departed before they arrived, also if they came again."""
@@ -91,7 +97,11 @@ class Collective:
         """Wait for the end, and copy the result into the vector of this member."""
         if not self.done:
             self._waiting.add(own.rank)
-            own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
+            try:
+                own.wait(self.op, self, lambda: self.lost(own.rank), after_s=after_s)
+            except BaseException:
+                self._waiting.discard(own.rank)
+                raise
         if self.result is not None:
             x.copy_(self.result)
         return self.total

@@ -113,6 +113,11 @@ class Baton:
         each = {node: Cores(self.calendar, count, self.wake) for node in set(nodes)}
         self._cores = [each[node] for node in nodes]
 
+    def share_cores_of(self, rank: int, other: int) -> None:
+        """Move ``rank``, which does not compute now, to the node of ``other``."""
+        if self._cores is not None:
+            self._cores[rank] = self._cores[other]
+
     def cores(self) -> list[Cores]:
         """The cores of each node; empty if ranks do not share cores."""
         return [*dict.fromkeys(self._cores or ())]

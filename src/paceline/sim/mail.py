@@ -161,7 +161,10 @@ class SimulatedMail(Mail):
             return _copy(self._window(src))
         latency_s = self._world.network.link(self._rank, src).latency_s
         if latency_s == 0 or self._world.network.outages:
-            return self.read(src, like, lambda: self._window(src))
+            try:
+                return self.read(src, like, lambda: self._window(src))
+            except PeerLost:
+                return None
         seen = self._fetch(src, latency_s)
         return None if seen is None else self._copy_here(src, seen, like)
 
@@ -205,7 +208,8 @@ class SimulatedMail(Mail):
         own, network, op = self._own, self._world.network, f"peek at rank {src}"
         own.pass_time()
         latency_s = network.link(own.rank, src).latency_s
-        own.wait_until(network.outages.uncut_s(self._calendar.now_s, (src, own.rank)), op, src)
+        uncut_s = network.outages.uncut_s(self._calendar.now_s, (src, own.rank))
+        own.wait_until(uncut_s, op, src, loss_check=partial(self._is_out_of_reach, src, op))
         own.wait_until(network.request(self._calendar.now_s, own.rank, src), op, src)
         seen = look()
         if seen is None:
@@ -215,6 +219,13 @@ class SimulatedMail(Mail):
             check_fit(like, seen.x.numel(), seen.x.dtype, src, 0)
         own.transfer_from(src, _nbytes(seen), op)
         return self._copy_here(src, seen, like)
+
+    def _is_out_of_reach(self, src: int, op: str) -> PeerLost | None:
+        """The error of a wait for the window of a rank that the registrar does not hear."""
+        registrar = self._world.registrar
+        if registrar is not None and src in registrar.quiet:
+            return PeerLost([src], op, "it is out of reach", 0.0)
+        return self._own.loss_behind_cut(src, op)
 
     def _copy_here(self, src: int, seen: Published, like: Tensor | None) -> Published | None:
         if like is not None:

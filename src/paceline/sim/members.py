@@ -71,6 +71,8 @@ class SimulatedMembers(Members):
         self._world.arrive(self._rank)
 
     def rejoin(self) -> None:
+        if self._world.registrar is not None:
+            self._world.registrar.await_link(self._own)
         self._world.enter(self._rank)
         self.late = True
 

@@ -24,10 +24,17 @@ class Outage:
     def between(self, members: Sequence[int], node: NodeOf) -> list[int]:
         """Those of ``members`` whose link to another member it affects."""
         if self._fault.node is not None:
-            inside = [member for member in members if node(member) == self._fault.node]
-            return inside if len(inside) < len(members) else []
+            return self._between_nodes(members, node)
         ends = [rank for rank in (self._fault.rank, self._fault.peer) if rank is not None]
         return ends if len(members) > 1 and all(rank in members for rank in ends) else []
+
+    def _between_nodes(self, members: Sequence[int], node: NodeOf) -> list[int]:
+        here, there = self._fault.node, self._fault.peer
+        inside = [member for member in members if node(member) == here]
+        outside = [m for m in members if node(m) != here and there in (None, node(m))]
+        if not inside or not outside:
+            return []
+        return inside if there is None else sorted(inside + outside)
 
 
 class Outages:
@@ -48,6 +55,10 @@ class Outages:
         while on := [o.end_s for o in cuts if o.start_s <= now_s < o.end_s]:
             now_s = max(on)
         return now_s
+
+    def cut_at_s(self, members: Sequence[int]) -> list[float]:
+        """The times at which a link between ``members`` is cut."""
+        return sorted({o.start_s for o in self._among(members) if o.share == 0})
 
     def passage(
         self, start_s: float, seconds: float, members: Sequence[int]

@@ -14,6 +14,8 @@ class SimulatedQueue(DataQueue):
 
     def draw(self, queue: int, epoch: int) -> int | None:
         self._own.check()
+        if self._world.registrar is not None:
+            self._world.registrar.answer(self._own)
         return self._world.batches.draw(self._rank, queue, epoch)
 
     def mark_used(self, queue: int, epoch: int, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.errors import LeftBehind, PeerLost
@@ -94,22 +95,31 @@ class SimulatedRank:
         finally:
             self.world.awaiting.discard(self.rank)
 
-    def wait_until(self, time_s: float, op: str, peer: int) -> None:
+    def wait_until(
+        self, time_s: float, op: str, *peers: int, loss_check: LossCheck = lambda: None
+    ) -> None:
         """Wait until ``time_s``, which may be infinite."""
         if time_s > self.calendar.now_s:
             if time_s < math.inf:
                 self.baton.wake(self.rank, time_s)
             else:
                 self.baton.stalled = True
-            self.wait(op, (peer,), lambda: None)
+            self.wait(op, peers, loss_check)
 
     def transfer_from(self, src: int, nbytes: int, op: str) -> None:
         """Wait for the link to be up, then for a transfer from ``src``."""
         network = self.world.network
         uncut_s = network.outages.uncut_s(self.calendar.now_s, (src, self.rank))
-        self.wait_until(uncut_s, op, src)
+        loss_check = partial(self.loss_behind_cut, src, op)
+        self.wait_until(uncut_s, op, src, loss_check=loss_check)
         arrival_s = network.transfer(self.calendar.now_s, src, self.rank, nbytes)
-        self.wait_until(arrival_s, op, src)
+        self.wait_until(arrival_s, op, src, loss_check=loss_check)
+
+    def loss_behind_cut(self, src: int, op: str) -> PeerLost | None:
+        """The error of a wait for a link that is cut, once the rank behind it is lost."""
+        lost = None if self.world.registrar is None else self.loss((src,), op)
+        now_s, outages = self.calendar.now_s, self.world.network.outages
+        return lost if outages.uncut_s(now_s, (src, self.rank)) > now_s else None
 
     def loss(self, peers: Sequence[int], op: str) -> PeerLost | None:
         """The error of a wait for ``peers`` if all of them have departed."""

@@ -37,6 +37,7 @@ from paceline.sim.members import FINISHED, SimulatedMembers
 from paceline.sim.network import Network
 from paceline.sim.queue import SimulatedQueue
 from paceline.sim.rank import LossCheck, SimulatedRank
+from paceline.sim.registrar import SimulatedRegistrar
 from paceline.sim.rendezvous import SimulatedRendezvous
 
 RESTART_AFTER_S = 1.0
@@ -84,6 +85,8 @@ class World:
         self.away = frozenset(away)
         self.size, self.limits = size, limits
         nodes = [cluster.node(rank) for rank in homes or range(size)]
+        if cluster.registrar is not None:
+            nodes.append(cluster.registrar)
         self.calendar = Calendar(start_s)
         self.baton = Baton(self.calendar, size, limits.progress_limit_s)
         self.network = Network(cluster, faults, nodes)
@@ -106,6 +109,7 @@ class World:
         self.rosters: dict[bool, tuple[int, Roster]] = {}
         self.waiting: set[int] = set()
         self.rejoined: dict[int, int] = {}
+        self.registrar = None if cluster.registrar is None else SimulatedRegistrar(self, nodes)
         self._losses, self._on_event = losses, on_event
         self.call = Call()
         self.present_at: dict[int, set[int]] = {}
@@ -148,6 +152,8 @@ class World:
         for fault in self._faults:
             if fault.at_step is None and (fault.at_s or 0.0) >= begin_s:
                 self.calendar.call(fault.at_s or 0.0, partial(self.inject, fault))
+        if self.registrar is not None:
+            self.registrar.watch_links(begin_s)
         threads = torch.get_num_threads()
         try:
             with self.generators, on_one_core():
@@ -170,6 +176,8 @@ class World:
             after_s = RESTART_AFTER_S
         else:
             raise Killed
+        if self.registrar is not None:
+            self.registrar.move_here(rank)
         self.baton.revive(rank, after_s)
         self.enter(rank)
 
@@ -212,6 +220,14 @@ class World:
             self._alive = ranks(tuple(r for r in range(self.size) if r not in absent))
         return self._alive
 
+    def is_worker(self, rank: int) -> bool:
+        """Whether ``rank`` trains; all ranks do in a world without a policy."""
+        return self._losses is None or rank < self._losses.workers
+
+    def see_stopped(self) -> None:
+        """Let all ranks see who counts as stopped now."""
+        self._view = None
+
     def view(self) -> View:
         """The members, incarnations and losses, as every rank sees them."""
         now_s = self.calendar.now_s
@@ -222,7 +238,8 @@ class World:
             incarnations = [0 if r in later else number(r, 1) for r in range(self.size)]
             lost = frozenset(rank for rank in self._lost if rank in self.departed)
             departed = frozenset(r for r, why in self.departed.items() if why == FINISHED)
-            self._view = View(self.membership, incarnations, lost, departed, self.frozen)
+            stopped = self.frozen | (self.registrar.quiet if self.registrar else frozenset())
+            self._view = View(self.membership, incarnations, lost, departed, stopped)
         return self._view
 
     def incarnation(self, rank: int) -> int:
@@ -259,17 +276,12 @@ class World:
         rank, since_s = rank_of(fault), self.calendar.now_s
         self.baton.freeze(rank)
         self.frozen |= {rank}
-        self._view = None
+        self.see_stopped()
         self.report("stopped", rank)
 
         def declare_lost() -> None:
             if self.baton.ranks[rank].frozen_since_s == since_s:
-                self.behind.add(rank)
-                for inbox in self.inboxes:
-                    inbox.withdraw(rank, posted=True)
-                self._lose(rank, f"it has been stopped for {self.limits.dead_s:g} s")
-                if self._losses is not None and not self._losses.may_rejoin(rank):
-                    self.end(rank)
+                self.leave_behind(rank, f"it has been stopped for {self.limits.dead_s:g} s")
 
         self.calendar.call(since_s + self.limits.dead_s, declare_lost)
         if fault.for_s is not None:
@@ -278,9 +290,20 @@ class World:
     def _thaw(self, rank: int) -> None:
         self.baton.thaw(rank)
         self.frozen -= {rank}
-        self._view = None
+        self.see_stopped()
         if rank in self.behind and self.baton.ranks[rank].wait is not None:
             self.baton.interrupt(rank, LeftBehind())
+
+    def leave_behind(self, rank: int, reason: str) -> None:
+        """Declare a rank lost that may act again later."""
+        if rank in self.departed:
+            return
+        self.behind.add(rank)
+        for inbox in self.inboxes:
+            inbox.withdraw(rank, posted=True)
+        self._lose(rank, reason)
+        if self._losses is not None and not self._losses.may_rejoin(rank):
+            self.end(rank)
 
     def end(self, rank: int) -> None:
         """Kill ``rank`` if it was left behind: it must not rejoin once others work without it."""

@@ -16,9 +16,10 @@ from typing import Any
 
 from paceline.common.reference import Reference, find
 from paceline.lab.calibrate.fit import Line, Variation, fit_line, fit_variation, relative_error
-from paceline.lab.calibrate.messages import ROUND_TRIP, OperationTime, run_messages
+from paceline.lab.calibrate.messages import ROUND_TRIP, OperationTime, run_link, run_messages
 from paceline.lab.calibrate.steps import WORK_KINDS, StepTimes, Timed, run_steps
 from paceline.lab.tasks.recipe import batch_of
+from paceline.launcher.many_hosts import ManyHosts
 from paceline.record.folder import provenance
 from paceline.sim.cluster import (
     Cluster,
@@ -38,13 +39,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is calibrated: a training function, its arguments and the transport."""
+    """What is calibrated: a training function, its arguments and the transport.
+
+    With ``hosts``, also the link to another host, which joins.
+    """
 
     name: str
     train: Reference
     arguments: Mapping[str, Any] = field(default_factory=dict)
     transport: str = "shared_memory"
     seed: int = 0
+    hosts: ManyHosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class Calibration:
         variation: how single steps vary around their mean.
         crowding: a step's own time when four ranks share the cores, over that of ``gradient``.
         link: the time of a message in which no core works on it, by bytes.
+        network: the same between this host and another; None if only this one was measured.
         work: the processor time of a rank in each kind of work, by bytes.
         serve: the processor time of a server for a request, by bytes.
         queued: the share of the time in which other work had the cores.
@@ -97,19 +103,21 @@ class Calibration:
     work: dict[str, Line]
     serve: Line
     queued: float
+    network: Line | None = None
 
     def cluster(self, name: str = "calibrated") -> Cluster:
         """The cluster that describes this machine."""
         varies = self.variation
         kinds: dict[str, Any] = {varies.kind: varies.trace or varies.value}
         kinds.pop("none", None)
-        link = _link(self.link)
+        link, many = _link(self.link), self.network is not None
         return Cluster(
             name=name,
             about=f"{self.subject.name} on this machine, over {self.subject.transport}",
-            ranks_per_node=0,
+            ranks_per_node=self.cores if many else 0,
             cores=self.cores,
-            network=link,
+            registrar=0 if many else None,
+            network=link if self.network is None else _link(self.network),
             inside=link,
             compute=Compute(step_s=self.gradient.start, sample_s=self.gradient.slope, **kinds),
             loading=Loading(batch_s=self.loading.start, sample_s=self.loading.slope),
@@ -124,6 +132,7 @@ class Calibration:
             "gradient": (self.gradient, "sample"),
             "loading": (self.loading, "sample"),
             "link": (self.link, "byte"),
+            **({"network": (self.network, "byte")} if self.network is not None else {}),
             **{kind: (line, "byte") for kind, line in self.work.items()},
             "serve": (self.serve, "byte"),
         }
@@ -145,6 +154,9 @@ def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) ->
     cores = usable_cores()
     workers = max(2, cores)
     with one_thread_a_rank():
+        network = None
+        if subject.hosts is not None:
+            network = _fit_link(run_link(subject.hosts, effort.rounds * effort.repeats))
         batches = batch_sizes(subject, cores)
         runs: list[StepTimes] = []
         crowded: list[StepTimes] = []
@@ -168,6 +180,7 @@ def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) ->
         variation=fit_variation(_factors(runs)),
         crowding=_crowding(runs, crowded),
         link=_fit_link(messages),
+        network=network,
         work={kind: fit_work(kind, [*runs, *crowded], messages) for kind in WORK_KINDS},
         serve=fit_work("serve", runs, []),
         queued=_other_work(statistics.mean(run.queued for run in runs), min(1.0, cores / workers)),
@@ -329,9 +342,13 @@ def to_toml(calibration: Calibration) -> str:
         "# Errors are relative, root mean squares: of lines over sizes, of work over runs.",
         "",
         f"about = {json.dumps(cluster.about)}",
-        "ranks_per_node = 0           # all on this machine",
-        f"cores = {cluster.cores}",
+        *_nodes(cluster),
         "",
+        *(
+            _table("network", cluster.network, calibration.network.error)
+            if calibration.network
+            else []
+        ),
         *_table("inside", cluster.inside, calibration.link.error),
         "[compute]                    # a whole step without communication",
         f"step_s = {cluster.compute.step_s!r}",
@@ -352,6 +369,16 @@ def to_toml(calibration: Calibration) -> str:
     for kind, line in calibration.work.items():
         lines += _table(f"handling.{kind}", getattr(cluster.handling, kind), line.error)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _nodes(cluster: Cluster) -> list[str]:
+    if cluster.registrar is None:
+        return ["ranks_per_node = 0           # all on this machine", f"cores = {cluster.cores}"]
+    return [
+        f"ranks_per_node = {cluster.ranks_per_node}           # one for each core of a host",
+        f"cores = {cluster.cores}",
+        f"registrar = {cluster.registrar}                # on the first host",
+    ]
 
 
 def _table(name: str, link: Link, error: float) -> list[str]:

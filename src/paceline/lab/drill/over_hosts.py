@@ -26,7 +26,7 @@ PORT = 7000
 BEGIN_S, END_S = 120.0, 240.0
 """How long a run may take to begin, and how long to end."""
 AFTER_S = 8.0
-"""How long an asynchronous run goes on after the last strike has ended."""
+"""How long a run goes on after the last strike has ended."""
 LOST_LAUNCHER = 3
 """The exit code of an agent that has lost the launcher."""
 _ENDS = ("kill_processes", "power_off")
@@ -41,7 +41,7 @@ class HostsRun:
         method: the method to train with.
         seed: of the run.
         folder: where all of its files are.
-        least_s: how long an asynchronous method trains; by default, until it has seen all strikes.
+        least_s: how long it trains; by default, until it has seen all strikes and their ends.
         more: more options of ``launch``.
 
     Attributes:
@@ -143,9 +143,7 @@ class HostsRun:
         return self._folder / f"host{host}.log"
 
     def _awaited(self) -> dict[str, int]:
-        """The ranks that an asynchronous run waits for in the end, and their incarnations."""
-        if self._method.synchronous:
-            return {}
+        """The ranks that the run waits for in the end, and their incarnations."""
         strikes, back = self.scenario.strikes, bool(self.scenario.expect.joined)
         follows = any(strike.what == "kill_server" for strike in strikes)
         comes = [rank for rank in self.victims if (back if rank < self.workers else follows)]
@@ -154,11 +152,11 @@ class HostsRun:
         return {str(rank): 2 for rank in comes} | {str(rank): 1 for rank in waiting}
 
     def _until_strikes_end(self) -> float:
-        """How long an asynchronous method trains, so that it sees the strikes and their ends."""
+        """How long the run trains, so that it sees the strikes and their ends."""
+        if self._method.synchronous and self.scenario.kind == "resume_hosts":
+            return 0.0  # it must make as many steps as a calm run, to have the same bits
         ends = [strike.after_s + (strike.for_s or 0.0) for strike in self.scenario.strikes]
-        if self._method.synchronous or not ends:
-            return 0.0  # workers of a synchronous method end after the same number of epochs
-        return max(ends) + AFTER_S
+        return max(ends) + AFTER_S if ends else 0.0
 
     def await_steps(self) -> None:
         """Wait until rank 0 has made its first step."""

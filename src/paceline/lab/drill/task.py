@@ -30,9 +30,10 @@ def train(
 ) -> None:
     """Train for some epochs, and then until the ranks in ``incarnations`` have reached them.
 
-    The workers of an asynchronous method train for at least ``least_s``. The gradients of a
-    ``poisoned`` worker are not finite from its step 100 on. After its first step, rank 0 writes the
-    monotonic time at which the run's clock was 0 to the file ``began``.
+    All train for at least ``least_s``. Where they wait for that or for ranks, the worker that leads
+    ends a synchronous method for all. The gradients of a ``poisoned`` worker are not finite from
+    its step 100 on. After its first step, rank 0 writes the monotonic time at which the run's clock
+    was 0 to the file ``began``.
     """
     images = load_images()
     torch.manual_seed(worker.seed)
@@ -41,8 +42,8 @@ def train(
     sgd: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM)
     net, sgd = worker.setup(net, sgd)
     batches = worker.setup_dataloaders(make_loader(images, batch_of(worker.size)))
-    epoch, until_s = 0, _now_s(worker) + least_s
-    while epoch < epochs or _now_s(worker) < until_s or _waits_for(worker, incarnations or {}):
+    epoch, until_s, ends_all = 0, _now_s(worker) + least_s, bool(least_s or incarnations)
+    while not worker.stopping:
         for x, y in batches:
             sgd.zero_grad()
             cross_entropy(net(x), y).backward()
@@ -53,6 +54,12 @@ def train(
             if began is not None and worker.rank == 0 and worker.steps == 1:
                 write_private(Path(began), str(time.monotonic() - _now_s(worker)))
         epoch += 1
+        if epoch < epochs or _now_s(worker) < until_s or _waits_for(worker, incarnations or {}):
+            continue
+        if not (worker.strategy.synchronous and ends_all):
+            break
+        if worker.leads:
+            worker.stop_all()
     worker.finish()
     log_test(worker, net, images, epoch - 1)
 

@@ -52,7 +52,7 @@ class Schedule:
         serving_bytes_per_s: how fast servers work through requests.
         step_s: the time of a gradient; ``spread`` and ``factors`` are those of a cluster.
         load_s: the time to load a batch.
-        ranks_per_node: as in a cluster.
+        ranks_per_node, registrar: as in a cluster.
         on_loss: whether the run continues without a lost rank; by default as the method has it.
         max_restarts: how many lost workers are restarted.
         dead_s: a rank that is stopped for longer is lost.
@@ -80,6 +80,7 @@ class Schedule:
     factors: tuple[float, ...] = (1.0,)
     load_s: float = 0.0
     ranks_per_node: int = 1
+    registrar: int | None = None
     on_loss: Literal["continue", "stop"] | None = None
     max_restarts: int = 0
     dead_s: float = 0.5
@@ -177,6 +178,7 @@ class Schedule:
         return Cluster(
             name="faulttest",
             ranks_per_node=self.ranks_per_node,
+            registrar=self.registrar,
             network=link,
             inside=inside,
             compute=Compute(step_s=self.step_s, spread=self.spread, factors=self.factors),
@@ -237,7 +239,7 @@ def draw(method: str, seed: int) -> Schedule:
         ranks_per_node=int(random.choice([1, 1, 2, 0])),
         dead_s=float(random.choice([0.3, 0.8])),
     )
-    schedule = _with_faults(schedule, random)
+    schedule = _with_registrar(_with_faults(schedule, random), seed)
     if random.random() < 0.3:
         schedule = schedule.but(checkpoint_steps=int(random.integers(1, 5)))
     return _with_bad_gradients(schedule, random) if random.random() < 0.2 else schedule
@@ -257,6 +259,21 @@ def _with_faults(schedule: Schedule, random: Random) -> Schedule:
     for _ in range(int(random.choice([1, 1, 2, 2, 3, 4]))):
         faults.add()
     return schedule.but(faults=tuple(faults.sentences))
+
+
+def _with_registrar(schedule: Schedule, seed: int) -> Schedule:
+    """The same schedule, in one of five cases with faults over many hosts, one of which is cut off.
+
+    It has a stream of its own: without it, a seed gives what it gave before there were registrars.
+    """
+    random = stream(seed, "registrar", list(STRATEGIES).index(schedule.name))
+    if not schedule.faults or random.random() < 0.8:
+        return schedule
+    node = schedule.cluster.node(int(random.integers(schedule.size)))
+    rank, start_s = int(random.integers(schedule.size)), schedule.seconds * random.random()
+    for_s = schedule.dead_s * (0.5 + 2 * random.random())
+    cut = f"cut(rank={rank}, for_s={for_s:.4g}).at(seconds={schedule.setup_s + start_s:.4g})"
+    return schedule.but(registrar=node, faults=(*schedule.faults, cut))
 
 
 def _with_bad_gradients(schedule: Schedule, random: Random) -> Schedule:
