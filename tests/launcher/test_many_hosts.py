@@ -18,7 +18,7 @@ from support.worlds import on_hosts
 
 import paceline as pl
 from paceline.lab.network.hosts import HostNetwork
-from paceline.launcher.many_hosts import ManyHosts, read_token
+from paceline.launcher.many_hosts import ManyHosts, address_and_port, read_token
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = on_hosts
@@ -35,6 +35,10 @@ def train(worker):
         raise KeyError("no such thing")
     runs.train_through_losses(worker, until_incarnation={until_incarnation}, victim=3)
 """
+
+
+HOW = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+HOW |= {"stderr": subprocess.STDOUT}
 
 
 def page_commands():
@@ -244,8 +248,7 @@ print(answer[12:32].rstrip(bytes(1)).decode())
 def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path, more, mechanism):
     need_hosts()
     (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
-    how = {"cwd": tmp_path, "env": runs.environment(), "stdin": subprocess.DEVNULL}
-    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    how = {**HOW, "env": runs.environment(), "cwd": tmp_path}
     first, second = (
         shlex.split(command.replace("10.0.0.1", "10.77.0.1")) for command in page_commands()
     )
@@ -262,6 +265,27 @@ def test_between_hosts_a_run_is_encrypted_unless_it_says_that_it_is_not(tmp_path
     for text in (launched, joined):
         assert ("connections between hosts are not encrypted" in text) is bool(more)
     assert ("--no-encryption" in launched) is bool(more), "the line to type on the other hosts"
+
+
+@pytest.mark.may_skip
+def test_hosts_whose_clocks_are_days_apart_train_together_over_ipv6(tmp_path):
+    """The kernel has no other calendars for namespaces; no duration is read off a calendar."""
+    need_hosts()
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
+    first, second = (
+        shlex.split(command.replace("10.0.0.1", "[fd77::1]")) for command in page_commands()
+    )
+    later = ["unshare", "--time", "--monotonic", "300000", "--fork", "--kill-child"]
+    with HostNetwork(2) as network:
+        launcher = network.popen(
+            0, [sys.executable, "-m", *first], **HOW, env=runs.environment(), cwd=tmp_path
+        )
+        wait_until(lambda: (tmp_path / "run.token").exists())
+        agent = network.popen(
+            1, [*later, sys.executable, "-m", *second], **HOW, env=runs.environment(), cwd=tmp_path
+        )
+        launched, joined = (process.communicate(timeout=90)[0] for process in (launcher, agent))
+    assert (launcher.returncode, agent.returncode) == (0, 0), launched + joined
 
 
 # Bad input ---------------------------------------------------------------------------------------
@@ -302,6 +326,62 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(pl.UsageError, match=r'on \(ray\) needs Ray: pip install "paceline\[ray\]"'):
         pl.launch(runs.train, workers=2, on="ray")
+
+
+@pytest.mark.parametrize("more", [[], ["--no-encryption"]], ids=["encrypted", "not encrypted"])
+@pytest.mark.may_skip
+def test_a_host_with_another_token_is_told_so_and_the_run_waits_on(tmp_path, more):
+    need_hosts()
+    (tmp_path / "train.py").write_text(TRAIN.format(path=sys.path, broken=-1, until_incarnation=0))
+    how = {**HOW, "env": runs.environment(), "cwd": tmp_path}
+    first, second = (
+        shlex.split(command.replace("10.0.0.1", "10.77.0.1")) for command in page_commands()
+    )
+    (tmp_path / "wrong").touch(mode=0o600)
+    (tmp_path / "wrong").write_text("0b" * 32)
+    with HostNetwork(2) as network:
+        launcher = network.popen(0, [sys.executable, "-m", *first, *more], **how)
+        strangers = [
+            [*second[:-1], "wrong", *more],
+            [*second, *([] if more else ["--no-encryption"])],
+        ]
+        wait_until(lambda: (tmp_path / "run.token").exists())
+        for stranger in strangers:
+            refused = network.popen(1, [sys.executable, "-m", *stranger], **how)
+            text = refused.communicate(timeout=60)[0]
+            assert refused.returncode == 2 and "what listens at 10.77.0.1:7000 refuses" in text
+        agent = network.popen(1, [sys.executable, "-m", *second, *more], **how)
+        launched, joined = (process.communicate(timeout=90)[0] for process in (launcher, agent))
+    assert (launcher.returncode, agent.returncode) == (0, 0), launched + joined
+
+
+OTHER_VERSION = """
+import sys
+import paceline.launcher.agent as agent
+agent.__version__ = "0.0.1"
+from paceline.cli import main
+sys.argv = ["paceline", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_host_with_another_version_is_told_so_and_the_run_waits_on(hosts):
+    (folder, _), address = hosts
+    token = folder / "run.token"
+    token.touch(mode=0o600)
+    token.write_text("5a" * 32)
+    launcher = ManyHosts(2, *address_and_port("listen", address), token)
+    with launcher.agents(pl.Limits()) as agents:
+        try:
+            line = [warm.python(), "-c", OTHER_VERSION, "run", "--join", address]
+            told = subprocess.run(
+                line, cwd=folder, env=runs.environment(), **HOW, check=False, timeout=60
+            )
+            assert told.returncode == 2
+            assert f"this is paceline 0.0.1, the launcher's is {pl.__version__}" in told.stdout
+            assert not agents.hosts
+        finally:
+            agents.end(0)
 
 
 def test_an_address_of_another_host_and_a_port_that_is_taken_are_refused(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from paceline._version import __version__
 from paceline.comm.hosts.here import this_host
@@ -34,6 +35,9 @@ from paceline.launcher.supervisor import threads_per_rank
 
 GIVE_UP_S = 60.0
 """How long an agent that most hosts do not confirm waits for a launcher that it has lost."""
+
+REFUSALS = 5
+"""An agent that was refused so often, and never heard, ends."""
 
 
 def join(
@@ -76,7 +80,9 @@ class Agent:
         self._secret = Secret(token, launcher.encrypted)
         self._address, self._name = own, this_host()
         self._context = zmq.Context()
-        self._socket = self._connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        self._socket = self._dealer()
+        self._refusals = Refusals(self._socket)
+        self._socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
         self._registrar: zmq.Socket[bytes] | None = None
         self._neighbors = Neighbors(self._context, self._secret, own, self._connect)
         self._line = JsonLine(self._send)
@@ -90,6 +96,11 @@ class Agent:
         self._over: Message | None = None
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
+        peer = self._dealer()
+        peer.connect(address)
+        return peer
+
+    def _dealer(self) -> zmq.Socket[bytes]:
         peer = self._context.socket(zmq.DEALER)
         self._secret.show(peer)
         peer.identity = uuid.uuid4().bytes
@@ -97,7 +108,6 @@ class Agent:
         peer.heartbeat_timeout = int(1000 * self._limits.dead_s)
         peer.reconnect_ivl, peer.reconnect_ivl_max, peer.handshake_ivl = 50, 1000, 3000
         peer.ipv6 = True
-        peer.connect(address)
         return peer
 
     def _send(self, frames: list[bytes]) -> bool:
@@ -216,6 +226,11 @@ class Agent:
 
     def _check_launcher(self) -> None:
         """End the run on this host if the launcher, and the registrar beside it, are gone."""
+        if self._refusals.are_final():
+            raise UsageError(
+                f"what listens at {self._launcher} refuses this host: it is no launcher, or has"
+                " another token, or only one of the two was given --no-encryption"
+            )
         silent_s = time.monotonic() - max(self._heard_s, self._line.heard_s)
         why = "the address, the token or --no-encryption is wrong, or it is gone"
         patience_s = self._limits.start_s
@@ -241,6 +256,29 @@ class Agent:
             self._hear()
         self._context.destroy(linger=200)
         os.close(self._nothing)
+
+
+class Refusals:
+    """How often what listens at an address has refused to speak with a socket.
+
+    Args:
+        peer: the socket, which has not connected yet.
+    """
+
+    def __init__(self, peer: zmq.Socket[bytes]) -> None:
+        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        events = failed | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._events = peer.get_monitor_socket(events)
+        self._count, self._has_met = 0, False
+
+    def are_final(self) -> bool:
+        """Whether it will refuse for good: it has done nothing else, and often."""
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)["event"]
+            self._has_met |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            # One that says no to the token is not asked again; others may still be starting.
+            self._count += REFUSALS if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 1
+        return not self._has_met and self._count >= REFUSALS
 
 
 def own_address(host: str, port: int) -> str:
