@@ -76,7 +76,8 @@ def harm(
 ) -> list[Mapping[str, Held]]:
     """Inject faults until shortly before the end; return what the processes held meanwhile."""
     began_s, samples = time.monotonic(), []
-    while (now_s := time.monotonic() - began_s) < seconds - every_s - LASTS_S[1]:
+    last_s = seconds - every_s - LASTS_S[1]
+    while (now_s := time.monotonic() - began_s) < last_s and not run.is_over:
         samples.append({name: held(pid) for name, pid in lasting(network)})
         kind, host = random.choice((kill, stop, cut, join)), random.randrange(1, HOSTS)
         text = kind(network, run, host, random)

@@ -137,6 +137,7 @@ def compare(transport: Any, channel: Any, argument: Any) -> Any:
         for world, workers, dtype, names in [
             ("shared_memory", 2, "float32", ["allreduce", "sasgd"]),
             ("distributed", 2, "float32", ["allreduce", "sasgd"]),
+            ("hosts", 2, "float32", ["allreduce", "sasgd"]),
             ("shared_memory", 3, "float64", list(PAIRS)),
         ]
     ],

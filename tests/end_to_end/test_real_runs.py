@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, load_file
 from support import runs, warm
-from support.worlds import on_both, on_distributed, on_shared_memory
+from support.worlds import on_both, on_distributed, on_hosts, on_shared_memory
 
 import paceline as pl
 from paceline.common.reference import refer_to
@@ -55,7 +55,13 @@ def by_rank(records, ranks):
 # The same in every world -------------------------------------------------------------------------
 
 
-@on_shared_memory
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param("shared_memory", marks=on_shared_memory),
+        pytest.param("hosts", marks=on_hosts),
+    ],
+)
 @pytest.mark.parametrize(
     ("strategy", "seed"),
     [
@@ -68,10 +74,10 @@ def by_rank(records, ranks):
         ("gossip(sync=true)", 6),
     ],
 )
-def test_a_real_run_is_the_simulated_one_bit_for_bit(strategy, seed, one_thread, tmp_path):
+def test_a_real_run_is_the_simulated_one_bit_for_bit(strategy, seed, world, one_thread, tmp_path):
     how = {"workers": 4, "strategy": strategy, "seed": seed}
     virtual = pl.simulate(runs.train, cluster="mixed-lab", out=tmp_path / "virtual", **how)
-    real = pl.launch(runs.train, out=tmp_path / "real", **how)
+    real = pl.launch(runs.train, out=tmp_path / "real", transport=world, **how)
     assert model_in(tmp_path / "real") == model_in(tmp_path / "virtual")
     assert by_rank(real.metrics, 4) == by_rank(virtual.metrics, 4)
     traces = [lines_of(tmp_path / world / "trace.jsonl") for world in ("real", "virtual")]

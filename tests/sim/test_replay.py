@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.worlds import on_shared_memory
+from support.worlds import on_hosts, on_shared_memory
 
 import paceline as pl
 from paceline.comm.comm import Comm
@@ -122,6 +122,17 @@ def test_a_replay_ends_in_the_parameters_of_the_real_run(strategy, reference, tr
     real, virtual = tmp_path / "real", tmp_path / "virtual"
     pl.launch(reference, strategy=strategy, out=real, **RUN)
     pl.simulate(train, strategy=strategy, cluster="wan", replay=real, out=virtual, **RUN)
+    assert largest_difference(virtual / "model.safetensors", real / "model.safetensors") is None
+    assert events_of(virtual) == events_of(real)
+
+
+@on_hosts
+@pytest.mark.parametrize("strategy", ["downpour(shards=2)", "cyclic", "gossip"])
+def test_a_replay_follows_a_run_over_hosts(strategy, reference, train, tmp_path):
+    how = {**RUN, "strategy": strategy}
+    real, virtual = tmp_path / "real", tmp_path / "virtual"
+    pl.launch(reference, out=real, **{**how, "transport": "hosts"})
+    pl.simulate(train, cluster="wan", replay=real, out=virtual, **how)
     assert largest_difference(virtual / "model.safetensors", real / "model.safetensors") is None
     assert events_of(virtual) == events_of(real)
 

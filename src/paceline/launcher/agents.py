@@ -82,8 +82,8 @@ class OtherHost(RankHost):
     def start(self, number: int, config: Message) -> None:
         with self._agents.lock:
             self._starts[number] = self._starts.get(number, 0) + 1
-            self._codes.pop(number, None)
-            self._stopped.pop(number, None)
+            for facts in (self._said, self._codes, self._stopped):  # of an earlier process
+                facts.pop(number, None)
             elapsed_s = time.monotonic() - config["started_s"]
             order = {"start": number, "times": self._starts[number], "elapsed_s": elapsed_s}
             self.line.put({**order, "config": config})

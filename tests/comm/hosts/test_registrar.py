@@ -251,6 +251,7 @@ def test_a_rank_of_which_nothing_is_heard_counts_as_stopped_before_it_is_lost():
 def test_a_process_that_was_started_later_takes_the_place_of_an_earlier_one():
     registrar, clients = three()
     other = Client(registrar, 1)
-    assert "taken" in other.order("enter", "host", 999, [], 0)
+    assert other.order("enter", "host", 999, [], 0)["by_later"] is False
     assert other.enter(pid=999, start=1).incarnation == 2
-    assert clients[1].order("mark_finished") == {"number": 2, "left_behind": True}
+    assert clients[1].order("enter", "host", 101, [], 0)["by_later"] is True
+    assert clients[1].order("mark_finished") == {"number": 3, "left_behind": True}

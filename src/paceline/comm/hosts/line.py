@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.comm.hosts.streams import InStream, OutStream, Part
+from paceline.comm.hosts.wire import GONE_S
 
 _HEAD = struct.Struct("<BQQ")
 _FIRST, _LAST, _ACK = 1, 2, 4
@@ -39,7 +40,11 @@ class JsonLine:
 
     def take(self, frames: Sequence[bytes]) -> Iterator[Message]:
         """Take frames that have come; the messages that they complete."""
-        self.heard_s = time.monotonic()
+        now_s = time.monotonic()
+        if now_s > self.heard_s + GONE_S:  # what was sent meanwhile may be lost
+            self._outbox.rewind()
+            self._pump()
+        self.heard_s = now_s
         head, chunk = (*frames, b"")[:2]
         if len(head) != _HEAD.size:
             return

@@ -11,7 +11,7 @@ from paceline.comm.liveness import SLACK_S, TICK_S
 from paceline.comm.ports import Members, Roster, View
 from paceline.comm.ranks import ranks
 from paceline.comm.standing import Standing
-from paceline.errors import PeersGone, UsageError
+from paceline.errors import Outlived, PeersGone, UsageError
 
 
 class HostsMembers(Members):
@@ -40,6 +40,8 @@ class HostsMembers(Members):
     def _enter(self) -> None:
         watch = self.link.watch("the entry")
         while "taken" in (found := self.link.begin(self._entry(), self._reset)):
+            if found["by_later"]:
+                raise Outlived
             # Its predecessor may have died without the registrar knowing of it yet. Time in which
             # the registrar did not reply does not count.
             watch.look()

@@ -166,7 +166,8 @@ class Registrar:
         entry = self.roll[rank]
         if entry.standing in PRESENT:
             if (entry.host, entry.pid) != (host, pid) and start <= entry.start:
-                return {"taken": f"process {entry.pid} on {entry.host} has it"}
+                text = f"process {entry.pid} on {entry.host} has it"
+                return {"taken": text, "by_later": start < entry.start}
             self._strike(rank, Standing.DIED, "it begins anew")
         late = rank in self._late or entry.incarnation > 0
         standing = Standing.JOINING if late else Standing.HERE

@@ -238,6 +238,11 @@ class HostsRun:
 
     # The end -------------------------------------------------------------------------------------
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the launcher has ended."""
+        return self._processes[0].poll() is not None
+
     def finish(self) -> None:
         """Wait until all processes have ended that were not killed."""
         until_s = time.monotonic() + END_S
