@@ -32,20 +32,20 @@ class SimulatedRegistrar:
 
     def __init__(self, world: World, nodes: list[int]) -> None:
         self._world, self._nodes = world, nodes
-        self._own = len(nodes) - 1
+        self._number = len(nodes) - 1  # among the ranks, for the network
         self.quiet: set[int] = set()
 
     def _uncut_s(self, rank: int) -> float:
         """The time from which ``rank`` reaches the registrar; infinite if never."""
         world = self._world
-        return world.network.outages.uncut_s(world.calendar.now_s, (rank, self._own))
+        return world.network.outages.uncut_s(world.calendar.now_s, (rank, self._number))
 
     def answer(self, own: SimulatedRank) -> None:
         """Let the time pass in which a rank asks the registrar and has its reply."""
         if own.charged:
             network = self._world.network
-            asked_s = network.request(self._uncut_s(own.rank), own.rank, self._own)
-            own.wait_until(network.request(asked_s, self._own, own.rank), "the registrar")
+            asked_s = network.request(self._uncut_s(own.rank), own.rank, self._number)
+            own.wait_until(network.request(asked_s, self._number, own.rank), "the registrar")
             own.check()
 
     def await_link(self, own: SimulatedRank) -> None:
@@ -59,9 +59,9 @@ class SimulatedRegistrar:
     def move_here(self, rank: int) -> None:
         """Move a rank that is started again to this node, if its own is cut off."""
         if self._uncut_s(rank) > self._world.calendar.now_s:
-            self._nodes[rank] = self._nodes[self._own]
+            self._nodes[rank] = self._nodes[self._number]
             self._hear(rank)
-            self._world.baton.share_cores_of(rank, self._own)
+            self._world.baton.share_cores_of(rank, self._number)
 
     # Who is lost ---------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class SimulatedRegistrar:
         """Look at a rank whenever it is cut off."""
         world = self._world
         for rank in range(world.size):
-            for cut_s in world.network.outages.cut_at_s((rank, self._own)):
+            for cut_s in world.network.outages.cut_at_s((rank, self._number)):
                 world.calendar.call(max(begin_s, cut_s), partial(self._on_cut, rank))
 
     def _on_cut(self, rank: int) -> None:
