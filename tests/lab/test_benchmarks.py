@@ -81,6 +81,25 @@ def test_the_table_of_the_drill_shows_its_rows(monkeypatch, tmp_path):
     assert "1 of 1 passed." in page.read_text() and expected in page.read_text()
 
 
+def test_the_table_of_hosts_has_a_column_for_each_engine(monkeypatch):
+    table = load("hosts_table", monkeypatch)
+    case = {"link": "100 Mbit", "what": "send", "bytes": 4 << 20}
+    rows = [
+        {**case, "engine": engine, "ms": 1000.0 + number, "share_of_line": 0.5}
+        for number, engine in enumerate(table.ENGINES)
+    ]
+    rows += [
+        {**case, "what": "64 bytes behind it", "engine": engine, "ms": 5.0, "small_ms": 5.0}
+        for engine in table.ENGINES
+    ]
+    assert table.table_of(rows) == [
+        "| line | what | bytes | encrypted | not encrypted | gloo |",
+        "|---|---|---|---|---|---|",
+        "| 100 Mbit | send | 4 MB | 1,000.0 ms (0.50) | 1,001.0 ms (0.50) | 1,002.0 ms (0.50) |",
+        "| 100 Mbit | 64 bytes behind it | 4 MB | 5.0 ms | 5.0 ms | 5.0 ms |",
+    ]
+
+
 @pytest.mark.transport("distributed")
 def test_the_gpu_check_compares_the_cpu_with_itself(tmp_path):
     chosen = ["--device", "cpu", "--strategies", "allreduce,downpour", "--optimizers", "momentum"]
