@@ -224,6 +224,11 @@ class Agent:
                 self._heard_s = time.monotonic()
         self._check_launcher()
 
+    @property
+    def _silent_s(self) -> float:
+        """How long nothing was heard of the launcher, or the registrar beside it."""
+        return time.monotonic() - max(self._heard_s, self._line.heard_s)
+
     def _check_launcher(self) -> None:
         """End the run on this host if the launcher, and the registrar beside it, are gone."""
         if self._refusals.are_final():
@@ -231,7 +236,7 @@ class Agent:
                 f"what listens at {self._launcher} refuses this host: it is no launcher, or has"
                 " another token, or only one of the two was given --no-encryption"
             )
-        silent_s = time.monotonic() - max(self._heard_s, self._line.heard_s)
+        silent_s = self._silent_s
         why = "the address, the token or --no-encryption is wrong, or it is gone"
         patience_s = self._limits.start_s
         if self._times:
@@ -251,10 +256,11 @@ class Agent:
         """End all ranks of this host, and all connections."""
         self._here.end([*self._running])
         until_s = time.monotonic() + 1.0
-        while not self._line.is_idle and time.monotonic() < until_s:
+        is_there = self._silent_s < self._limits.dead_s
+        while is_there and not self._line.is_idle and time.monotonic() < until_s:
             self._socket.poll(50)
             self._hear()
-        self._context.destroy(linger=200)
+        self._context.destroy(linger=200 if is_there else 0)
         os.close(self._nothing)
 
 

@@ -43,6 +43,7 @@ class OtherHost(RankHost):
 
     Attributes:
         name: the address of the host.
+        was_lost: whether it has counted as lost, and maybe has come back.
     """
 
     def __init__(self, agents: Agents, line: JsonLine, hello: Message, probe: ZmqProbe) -> None:
@@ -53,10 +54,11 @@ class OtherHost(RankHost):
         self._codes: dict[int, int] = {}
         self._stopped: dict[int, str] = {}
         self._starts: dict[int, int] = {}
-        self._is_gone = False
+        self._is_gone = self.was_lost = False
 
     def look(self) -> None:
         """Call this a few times a second: see whether its agent, and so all its ranks, are gone."""
+        self.was_lost |= self.is_silent
         if not self._is_gone and self._probe.is_broken():
             self._is_gone = True
             self._probe.close()

@@ -338,14 +338,15 @@ class Supervisor:
         return rank in self._to_start or rank in self._without_host
 
     def _use_new_hosts(self) -> None:
-        """Start lost workers again, as many as hosts take that have joined in mid-run."""
+        """Start lost workers again, as many as hosts take that have joined, or are back."""
         self._to_start += self._lost_workers()[: self._offered()]
 
     def _offered(self) -> int:
-        """How many more workers the hosts take that have joined in mid-run."""
+        """How many more workers the hosts take that have joined in mid-run, or have come back."""
         if self._agents is None or not self._policy.accepts_joiners:
             return 0
-        joined = [h for h in self._agents.hosts[self._first_hosts :] if not h.is_silent]
+        first, hosts = self._first_hosts, self._agents.hosts
+        joined = [h for n, h in enumerate(hosts) if (n >= first or h.was_lost) and not h.is_silent]
         room = sum(self._workers_each if h.slots is None else h.slots for h in joined)
         there = sum(rank.running and rank.place in joined for rank in self.ranks)
         return max(0, room - there - len(self._to_start) - len(self._without_host))

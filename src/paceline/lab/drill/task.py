@@ -31,9 +31,9 @@ def train(
     """Train for some epochs, and then until the ranks in ``incarnations`` have reached them.
 
     All train for at least ``least_s``. Where they wait for that or for ranks, the worker that leads
-    ends a synchronous method for all. The gradients of a ``poisoned`` worker are not finite from
-    its step 100 on. After its first step, rank 0 writes the monotonic time at which the run's clock
-    was 0 to the file ``began``.
+    ends the training for all: others may have begun later. The gradients of a ``poisoned`` worker
+    are not finite from its step 100 on. After its first step, rank 0 writes the monotonic time at
+    which the run's clock was 0 to the file ``began``.
     """
     images = load_images()
     torch.manual_seed(worker.seed)
@@ -51,12 +51,13 @@ def train(
                 for parameter in net.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan)
             sgd.step()
-            if began is not None and worker.rank == 0 and worker.steps == 1:
+            if began is not None and worker.rank == 0 and not worker.catching_up:
                 write_private(Path(began), str(time.monotonic() - _now_s(worker)))
+                began = None
         epoch += 1
         if epoch < epochs or _now_s(worker) < until_s or _waits_for(worker, incarnations or {}):
             continue
-        if not (worker.strategy.synchronous and ends_all):
+        if not ends_all:
             break
         if worker.leads:
             worker.stop_all()
