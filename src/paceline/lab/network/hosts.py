@@ -304,7 +304,9 @@ class HostNetwork:
     def _connect(self, host: int) -> None:
         """Give a host its cable, with a rate in each direction."""
         init, port = self._hosts[host].init, f"port{host}"
-        self._ip(self._hub_pid, f"link add {port} type veth peer name eth0 netns {init}")
+        # As a machine that starts again, it has the card that the others know.
+        card = f"eth0 address 02:00:00:00:77:{host:02x}"
+        self._ip(self._hub_pid, f"link add {port} type veth peer name {card} netns {init}")
         self._ip(self._hub_pid, f"link set {port} addrgenmode none up")
         self._ip(init, "link set lo up")
         self._ip(init, f"link set eth0 addrgenmode none mtu {MTU} up")
