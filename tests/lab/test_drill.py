@@ -12,13 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.namespaces import need_hosts
+from support.worlds import on_hosts
 
 import paceline as pl
 from paceline.cli.drill import choose
 from paceline.lab.drill.conduct import conduct
 from paceline.lab.drill.impact import FaultImpact, measure_impact, worst
 from paceline.lab.drill.leftovers import Leftovers
-from paceline.lab.drill.scenario import Expect, find_scenario, load_scenarios
+from paceline.lab.drill.over_hosts import HostsRun
+from paceline.lab.drill.scenario import Expect, Scenario, Strike, find_scenario, load_scenarios
+from paceline.lab.network.hosts import HostNetwork
 from paceline.strategies import make_strategy
 
 SHORT = {"epochs": 2, "faults": (pl.kill(rank=1).at(step=20),)}
@@ -174,3 +178,19 @@ def test_the_command_prints_rows_like_every_other_table(paceline, world):
     (row,) = printed["rows"]
     assert printed["passed"] == 1
     assert row.items() >= {**ROW, "world": world}.items()
+
+
+@pytest.mark.may_skip
+@on_hosts
+def test_workers_of_a_synchronous_method_come_back_with_their_host(tmp_path):
+    """They end when they find that they were left behind; the launcher starts them again there."""
+    need_hosts()
+    cut = Strike(what="cut", after_s=0.5, for_s=4.0)
+    scenario = Scenario(about="", ids=(), kind="hosts", epochs=1, dead_s=2.0, strikes=(cut,))
+    scenario = replace(scenario, expect=Expect(lost=2, joined=2))
+    with HostNetwork(2) as network:
+        run = HostsRun(network, scenario, "allreduce", 0, tmp_path)
+        run.run()
+    assert run.failures() == []
+    result = run.result()
+    assert (result.lost_workers, result.joined_workers) == (2, 2)

@@ -132,6 +132,8 @@ class Agent:
             if self._socket in ready:
                 self._hear()
             self._neighbors.hear()
+            if self._neighbors.most_agree:  # there is nothing left to wait for
+                self._check_launcher()
             self._here.receive({fd for fd in ready if isinstance(fd, int)})
             self._pass_on()
             if time.monotonic() > looked_s + BEAT_S / 2:
