@@ -284,8 +284,9 @@ class Refusals:
         while self._events.poll(0):
             event = recv_monitor_message(self._events)["event"]
             self._has_met |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            # One that says no to the token is not asked again; others may still be starting.
-            self._count += REFUSALS if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 1
+            # ZeroMQ comes again after a closed connection alone: the other end may be starting.
+            again = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            self._count += 1 if again else REFUSALS
         return not self._has_met and self._count >= REFUSALS
 
 
