@@ -105,7 +105,7 @@ CHAIN, SLICES, WHOLE = "sum_along", "sum_slices", "sum_whole"
     ],
 )
 def test_sums_have_the_bits_of_a_sum_in_rank_order(hosts, way, taken, monkeypatch):
-    monkeypatch.setattr(ways, "LEAST_CHUNK", 1 << 12)  # many chunks
+    monkeypatch.setattr(ways, "CHUNK_BYTES", 1 << 12)  # many chunks
     size, generator = len(hosts), torch.Generator().manual_seed(1)
     weightings = [[1] * size, [0, *[2] * (size - 1)], [*[3] * (size - 1), 0], [0] * size]
     weightings += [[int(r == own) for r in range(size)] for own in range(size)]

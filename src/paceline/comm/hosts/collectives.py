@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm.dtypes import DTYPES, dtype_of
 from paceline.comm.hosts.link import RankLink, Receipt, Topic
+from paceline.comm.hosts.outbound import Allowance, Outbound
 from paceline.comm.hosts.ways import chain_is_shorter, sum_along, sum_slices, sum_whole
 from paceline.comm.liveness import TICK_S
 from paceline.comm.ports import NOT_READY, Collectives, Factor, Total
@@ -99,6 +100,7 @@ class HostsCollectives(Collectives):
         self._link, self._rank = link, link.rank
         self._operations: dict[Name, Operation] = {}
         self._numbers: dict[bytes, int] = {}
+        self.allowance = Allowance()
         link.handlers[Topic.COLLECT] = self._on_part
         link.handlers[Topic.ASK] = self._on_ask
         link.handlers[Topic.ANSWER] = self._on_answer
@@ -257,11 +259,12 @@ class Participant:
         self.others = [rank for rank in self.members if rank != link.rank]
         self.operation = Operation()
         self._factor, self._total = factor, Total(0)
+        self._allowance, self._hosts = Allowance(), dict[int, str]()
         self._watch = link.watch(_OPS[arrival.op])
 
     def run(self, group: HostsCollectives, x: Tensor) -> tuple[Total, Tensor | None]:
         """Take part; return the sum of the weights, and the sum of the vectors if there is one."""
-        self.operation = group.operation(self._name)
+        self.operation, self._allowance = group.operation(self._name), group.allowance
         self.operation.incarnations = self._incarnations
         try:
             result = self._sum(x)
@@ -280,10 +283,12 @@ class Participant:
         is_pair = self.arrival.op == _BROADCAST or len(self.members) == 2
         if is_pair or x.nbytes <= WHOLE_BYTES:
             return sum_whole(self, x)
-        return sum_along(self, x) if chain_is_shorter(self._hosts()) else sum_slices(self, x)
+        self._find_hosts()
+        is_chain = chain_is_shorter([*self._hosts.values()])
+        return sum_along(self, x) if is_chain else sum_slices(self, x)
 
-    def _hosts(self) -> list[str]:
-        """The host of each member, once all have come: all members must choose the same way."""
+    def _find_hosts(self) -> None:
+        """Find the host of each member, once all have come: all must choose the same way."""
         numbers = self._incarnations
 
         def missing() -> list[int]:
@@ -292,7 +297,7 @@ class Participant:
 
         self.await_members(missing)
         entries = self._link.check().entries
-        return [entries[rank].host for rank in self.members]
+        self._hosts = {rank: entries[rank].host for rank in self.members}
 
     # Sending -------------------------------------------------------------------------------------
 
@@ -307,6 +312,18 @@ class Participant:
         meta = _NAME.pack(*self._name) + _ARRIVAL.pack(phase, start, *self.arrival)
         incarnation = self._incarnations[rank]
         return self._link.send(rank, Topic.COLLECT, meta, piece, incarnation)
+
+    def outbound(self) -> Outbound:
+        """What sends the parts of large vectors."""
+        return Outbound(self, self._allowance)
+
+    def is_near(self, rank: int) -> bool:
+        """Whether a member is on the host of this rank."""
+        return self._hosts[rank] == self._hosts[self.rank]
+
+    def now_s(self) -> float:
+        """The time."""
+        return self._link.wire.now_s()
 
     # Receiving -----------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 *Whole*: every vector goes to every member, and each member sums them all. One message each way, so
 it is for small vectors, and for two members.
 
-*Slices*: each member gets one slice of every vector, sums it, and sends the sum to the others. It
-sends to all others alike: who gets ahead of the others would only wait for them later.
+*Slices*: each member gets one slice of every vector, sums it, and sends the sum to the others.
 
 *Chain*: each member adds its vector to the sum that it gets from the member before it. The last one
 has the whole sum, which goes back along the chain. A cable carries a vector once in each direction
@@ -23,19 +22,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.comm.hosts.link import Receipt, host_copy
-from paceline.comm.hosts.streams import PART_BYTES
+from paceline.comm.hosts.link import host_copy
 
 if TYPE_CHECKING:
     from paceline.comm.hosts.collectives import Participant
 
-LEAST_CHUNK = 1 << 16
-"""The fewest bytes that are worth a message of their own."""
-CHUNKS, SLICE_CHUNKS = 64, 16
-"""Into how many chunks a large vector, or a slice of one, is cut, unless they would be too small or
-too large."""
-AHEAD = 6
-"""How many chunks of its vector a member sends to one of the others before all have the first."""
+CHUNK_BYTES = 1 << 16
+"""The bytes of a chunk: few, so that others get their first one soon, but worth a message."""
 
 
 def chain_is_shorter(hosts: Sequence[str]) -> bool:
@@ -57,14 +50,13 @@ def chain_is_shorter(hosts: Sequence[str]) -> bool:
     return (1 if len(blocks) == 2 else 2) < slices
 
 
-def chunks_of(numel: int, itemsize: int, start: int = 0, count: int = CHUNKS) -> list[range]:
-    """The chunks of a part of a vector: about so many.
+def chunks_of(numel: int, itemsize: int, start: int = 0) -> list[range]:
+    """The chunks of a part of a vector.
 
     >>> chunks_of(40_000, itemsize=4, start=100)
     [range(100, 16484), range(16484, 32868), range(32868, 40100)]
     """
-    most = min(max(LEAST_CHUNK, numel * itemsize // count), PART_BYTES) // itemsize
-    stop = start + numel
+    most, stop = CHUNK_BYTES // itemsize, start + numel
     return [range(at, min(at + most, stop)) for at in range(start, stop, most)]
 
 
@@ -93,34 +85,31 @@ def sum_slices(part: Participant, x: Tensor) -> Tensor | None:
 class _Slices:
     """This member's part in an exchange of slices.
 
-    It has yet to send the chunks in ``rounds``, one for each other member, and to sum those in
-    ``own``.
+    It has yet to sum the chunks in ``own``. All members begin with the next one in their order, so
+    that each hears of one at a time.
     """
 
     def __init__(self, part: Participant, vector: Tensor, contributors: Sequence[int]) -> None:
         self._part, self._vector, self._result = part, vector, torch.empty_like(vector)
-        self._contributors, self._receipts = contributors, deque[list[Receipt]]()
+        self._contributors, self._out = contributors, part.outbound()
         members, size = part.members, len(part.members)
         edges = [len(vector) * index // size for index in range(size + 1)]
         self._slices = {
-            rank: chunks_of(stop - start, vector.element_size(), start, SLICE_CHUNKS)
+            rank: chunks_of(stop - start, vector.element_size(), start)
             for rank, start, stop in zip(members, edges, edges[1:], strict=False)
         }
-        own = members.index(part.rank)
-        turns = [*members[own + 1 :], *members[:own]]
         self._own = deque(self._slices[part.rank])
-        self._rounds: deque[list[tuple[int, range]]] = deque()
-        for number in range(max(map(len, self._slices.values())) if part.arrival.weight else 0):
-            chunks = [(rank, chunk) for rank in turns for chunk in self._slices[rank][number:][:1]]
-            self._rounds.append(chunks)
+        own = members.index(part.rank)
+        self._turns = [*members[own + 1 :], *members[:own]]
 
     def run(self) -> Tensor:
         """Send slices of this vector, sum those that come, and send the sums."""
-        while self._own or self._rounds:
+        if self._part.arrival.weight:
+            self._send_slices()
+        while self._own or not self._out.is_empty:
+            self._out.send()
             if self._own and not self._missing_pieces():
                 self._sum_next()
-            elif self._rounds and not self._behind():
-                self._send_round()
             else:
                 self._part.await_members(self._missing)
         for rank in self._part.others:
@@ -128,42 +117,34 @@ class _Slices:
                 self._result[chunk.start : chunk.stop] = self._take_sum(rank, chunk.start)
         return self._result
 
+    def _send_slices(self) -> None:
+        for number in range(max(map(len, self._slices.values()))):
+            for rank in self._turns:
+                for chunk in self._slices[rank][number:][:1]:
+                    self._out.put(rank, chunk.start, self._vector[chunk.start : chunk.stop])
+
     def _missing(self) -> list[int]:
         """The members that are waited for; none, if something can be done."""
-        waits = [self._missing_pieces()] if self._own else []
-        waits += [self._behind()] if self._rounds else []
-        return sorted({rank for late in waits for rank in late}) if all(waits) else []
+        pieces = self._missing_pieces() if self._own else []
+        if self._out.can_send or (self._own and not pieces):
+            return []
+        return [*pieces, *self._out.awaited]
 
     def _missing_pieces(self) -> list[int]:
         return _missing(self._part, self._contributors, self._own[0].start)
-
-    def _behind(self) -> list[int]:
-        """The members that do not have yet what must arrive before the next round."""
-        if len(self._receipts) < AHEAD:
-            return []
-        return [receipt.rank for receipt in self._receipts[0] if not receipt.has_come]
-
-    def _send_round(self) -> None:
-        if len(self._receipts) == AHEAD:
-            self._receipts.popleft()
-        self._receipts.append(
-            [
-                self._part.send(rank, chunk.start, self._vector[chunk.start : chunk.stop])
-                for rank, chunk in self._rounds.popleft()
-            ]
-        )
 
     def _sum_next(self) -> None:
         chunk = self._own.popleft()
         own = self._vector[chunk.start : chunk.stop]
         total = _sum(self._part, self._contributors, own, chunk.start)
         self._result[chunk.start : chunk.stop] = total
-        for rank in self._part.others:
-            self._part.send(rank, chunk.start, total, summed=True)
+        for rank in self._turns:
+            self._out.put(rank, chunk.start, total, summed=True)
 
     def _take_sum(self, rank: int, start: int) -> Tensor:
         sums = self._part.operation.sums
         self._part.await_members(lambda: [] if (rank, start) in sums else [rank])
+        self._out.send()  # it learns from what has arrived
         return sums.pop((rank, start))
 
 
@@ -184,6 +165,7 @@ class _Chain:
     def __init__(self, part: Participant, vector: Tensor, contributors: Sequence[int]) -> None:
         self._part, self._vector, self._result = part, vector, torch.empty_like(vector)
         self._pieces, self._sums = part.operation.pieces, part.operation.sums
+        self._out = part.outbound()
         members, own = part.members, part.members.index(part.rank)
         first = members.index(contributors[0])
         self._before = members[own - 1] if own > first else None
@@ -195,23 +177,30 @@ class _Chain:
 
     def run(self) -> Tensor:
         """Pass on whatever comes, until the whole sum has come."""
-        while self._ahead or self._back:
-            if self._ahead and (self._before is None or self._wanted_ahead() in self._pieces):
+        while self._ahead or self._back or not self._out.is_empty:
+            self._out.send()
+            if self._can_add():
                 self._add()
-            elif self._back and self._wanted_back() in self._sums:
+            elif self._can_finish():
                 total = self._sums.pop(self._wanted_back())
                 self._finish(self._back.popleft(), total)
             else:
                 self._part.await_members(self._missing)
         return self._result
 
+    def _can_add(self) -> bool:
+        return bool(self._ahead) and (self._before is None or self._wanted_ahead() in self._pieces)
+
+    def _can_finish(self) -> bool:
+        return bool(self._back) and self._wanted_back() in self._sums
+
     def _missing(self) -> list[int]:
-        """The neighbors that are waited for; none, if one of them has sent what is needed next."""
+        """The members that are waited for; none, if something can be done."""
+        if self._out.can_send or self._can_add() or self._can_finish():
+            return []
         ahead = [self._wanted_ahead()] if self._ahead else []
         back = [self._wanted_back()] if self._back else []
-        if any(key in self._pieces for key in ahead) or any(key in self._sums for key in back):
-            return []
-        return [rank for rank, _ in (*ahead, *back)]
+        return [*(rank for rank, _ in (*ahead, *back)), *self._out.awaited]
 
     def _wanted_ahead(self) -> tuple[int, int]:
         assert self._before is not None
@@ -234,12 +223,12 @@ class _Chain:
         if self._after is None:
             self._finish(chunk, self._part.scale(total))
         else:
-            self._part.send(self._after, chunk.start, total)
+            self._out.put(self._after, chunk.start, total)
 
     def _finish(self, chunk: range, total: Tensor) -> None:
         self._result[chunk.start : chunk.stop] = total
         if self._previous is not None:
-            self._part.send(self._previous, chunk.start, total, summed=True)
+            self._out.put(self._previous, chunk.start, total, summed=True)
 
 
 def _in_host(x: Tensor) -> Tensor:
