@@ -1,11 +1,13 @@
 """Write the tables of docs/slow-network.md: training over links that are really slow.
 
-    python benchmarks/slow_network.py [table] [predict] [--models mlp] [--seeds 1,2,3]
+    python benchmarks/slow_network.py [table] [far] [groups] [predict] [--seeds 1,2,3]
 
-``table``: the time to an accuracy of 0.80 at 100 Mbit/s, of every method and of torch's own.
-``predict``: the throughput that the simulator predicts at 100 Mbit/s and 1 Gbit/s, and the measured
-one. Without a name, both. ``--out`` caches the outcome of each run, which is not made again. Needs
-root, on Linux: ranks run in network namespaces with rate-limited links.
+``table``: the time to an accuracy of 0.80 at 100 Mbit/s, of every method, of torch's own ways, and
+of torchft and hivemind where they are installed. ``far``: the same, and 50 ms from host to host.
+``groups``: the same of some ways, with two workers on each of two hosts. ``predict``: the
+throughput that the simulator predicts at 100 Mbit/s and 1 Gbit/s, and the measured one. Without a
+name, all. ``--out`` caches the outcome of each run, which is not made again. Needs Linux, and root
+or a kernel that lets users make namespaces.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ import random
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from methods_table import replace_table
-from namespaces import SlowNetwork, payload_rate, why_not
 from slow_training import (
     DDP,
+    OTHERS,
     PLAIN,
-    TORCH,
+    PROBES,
     Evaluation,
     Job,
     Outcome,
@@ -35,19 +39,47 @@ from slow_training import (
     simulate_job,
 )
 
+from paceline.lab.network.hosts import HostNetwork, payload_rate, why_no_hosts
 from paceline.record.folder import provenance
 from paceline.sim.cluster import Cluster, Compute, Link
 from paceline.strategies import STRATEGIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "slow-network.md"
 WORKERS, TARGET = 4, 0.80
-WAYS = [*STRATEGIES, *TORCH]
-TABLE_BITS_PER_S = 100e6
+LAYERED = "layered(group_size=1)"
+"""Its communicators are on the hosts of their groups: one for each worker."""
+METHODS = [LAYERED if method == "layered" else method for method in STRATEGIES]
 PREDICTED = {"allreduce": 48, "sasgd": 192, "gossip": 48, "downpour": 32}
 """The methods whose throughput is predicted, and how many steps each worker makes."""
-RATES = {100e6: 1, 1e9: 3}
-"""The rates for which it is predicted, and how many times as many steps are made."""
+RATES = {100: 1, 1000: 3}
+"""The rates, in Mbit/s, for which it is predicted, and how many times as many steps are made."""
 REPEATS = 3
+
+
+class Table(NamedTuple):
+    """A table of times to accuracy.
+
+    Attributes:
+        marker: where it stands on the page.
+        ways: of training.
+        hosts: how many, for four workers.
+        delay_ms: from host to host.
+    """
+
+    marker: str
+    ways: Sequence[str]
+    hosts: int = WORKERS
+    delay_ms: float = 0.0
+
+
+TABLES = {
+    "table": Table("time to accuracy", [*METHODS, *OTHERS]),
+    "far": Table("time to accuracy, 50 ms", [*METHODS, *OTHERS], delay_ms=50),
+    "groups": Table(
+        "time to accuracy, two hosts", ["allreduce", "layered(group_size=2)", DDP], hosts=2
+    ),
+}
+RATE_MBIT = 100
 
 
 class JobCache:
@@ -64,9 +96,10 @@ class JobCache:
                 outcome["evaluations"] = [Evaluation(*e) for e in outcome["evaluations"]]
                 self._known[entry["key"]] = Outcome(**outcome)
 
-    def outcome(self, network: SlowNetwork, job: Job, repeat: int = 0) -> Outcome:
+    def outcome(self, network: HostNetwork, job: Job) -> Outcome:
         """The outcome of a job; runs the job unless the outcome is known."""
-        config = {**asdict(job), "bits_per_s": network.bits_per_s, "repeat": repeat}
+        line = {"rate_mbit": network.rate_mbit, "delay_ms": network.delay_ms}
+        config = {**asdict(job), **line}
         key = json.dumps(config | provenance()["versions"], sort_keys=True)
         if key not in self._known:
             outcome = self._known[key] = run_job(network, job)
@@ -80,14 +113,14 @@ class JobCache:
 # Time to accuracy --------------------------------------------------------------------------------
 
 
-def time_to_accuracy(cache: JobCache, model: str, seeds: list[int], epochs: int) -> list[str]:
-    """The table of all ways of training, run in a random order for each seed."""
-    outcomes_by_way: dict[str, list[Outcome]] = {way: [] for way in WAYS}
-    ranks = max(Job(way=way, workers=WORKERS).ranks for way in WAYS)
-    with SlowNetwork(ranks, TABLE_BITS_PER_S) as network:
+def time_to_accuracy(cache: JobCache, table: Table, seeds: list[int], epochs: int) -> list[str]:
+    """The table of ways of training, run in a random order for each seed."""
+    ways = [way for way in table.ways if find_spec(OTHERS.get(way, "paceline")) is not None]
+    outcomes_by_way: dict[str, list[Outcome]] = {way: [] for way in ways}
+    with HostNetwork(table.hosts, rate_mbit=RATE_MBIT, delay_ms=table.delay_ms) as network:
         for seed in seeds:
-            for way in random.Random(seed).sample(WAYS, len(WAYS)):
-                job = Job(way=way, model=model, workers=WORKERS, seed=seed, epochs=epochs)
+            for way in random.Random(seed).sample(ways, len(ways)):
+                job = Job(way=way, workers=WORKERS, hosts=table.hosts, seed=seed, epochs=epochs)
                 outcomes_by_way[way].append(cache.outcome(network, job))
     return lines_of(outcomes_by_way)
 
@@ -121,7 +154,7 @@ def times_of(outcomes: list[Outcome]) -> list[float | None]:
 
 
 def name_of(way: str) -> str:
-    return way if way in TORCH else f"`{way}`"
+    return way if way in OTHERS else f"`{way}`"
 
 
 def mean(values: list[Any]) -> float | None:
@@ -145,19 +178,19 @@ def megabytes(nbytes: float | None) -> str:
 # Prediction --------------------------------------------------------------------------------------
 
 
-def predictions(bits_per_s: float) -> list[str]:
+def predictions(rate_mbit: float) -> list[str]:
     """Predict the throughput of some methods, then measure it, several times over."""
     jobs = {
-        way: Job(way=way, workers=WORKERS, steps=RATES[bits_per_s] * steps, evaluates=False)
+        way: Job(way=way, workers=WORKERS, steps=RATES[rate_mbit] * steps, evaluates=False)
         for way, steps in (PREDICTED | {PLAIN: 96}).items()
     }
     costs, expected, measured = [], defaultdict(list), defaultdict(list)
-    with SlowNetwork(max(job.ranks for job in jobs.values()), bits_per_s) as network:
+    with HostNetwork(PROBES, rate_mbit=rate_mbit) as network:
         for repeat in range(REPEATS):
             latencies, plain = measure(network), run_job(network, jobs[PLAIN])
             costs.append((*latencies, WORKERS * plain.seconds / plain.steps))
             for way in PREDICTED:
-                cluster = cluster_of(bits_per_s, *costs[-1], jobs[way].strategy.synchronous)
+                cluster = cluster_of(rate_mbit, *costs[-1], jobs[way].strategy.synchronous)
                 expected[way].append(simulate_job(cluster, jobs[way]).samples_per_s)
             for way in random.Random(repeat).sample([*PREDICTED], len(PREDICTED)):
                 measured[way].append(run_job(network, jobs[way]).samples_per_s)
@@ -166,7 +199,7 @@ def predictions(bits_per_s: float) -> list[str]:
     head = (
         f"Given to the simulator (medians): {message_s * 1e3:.1f} ms for a message,"
         f" {hop_s(all_reduce_s) * 1e3:.1f} ms for a hop of an all-reduce,"
-        f" {payload_rate(bits_per_s) / 1e6:.1f} MB/s, {step_s * 1e3:.1f} ms for a step."
+        f" {payload_rate(rate_mbit) / 1e6:.1f} MB/s, {step_s * 1e3:.1f} ms for a step."
     )
     rows = [row_of(way, expected[way], measured[way]) for way in PREDICTED]
     return [head, "", *prediction_lines(rows)]
@@ -178,14 +211,15 @@ def hop_s(all_reduce_s: float) -> float:
 
 
 def cluster_of(
-    bits_per_s: float, message_s: float, all_reduce_s: float, step_s: float, collective: bool
+    rate_mbit: float, message_s: float, all_reduce_s: float, step_s: float, collective: bool
 ) -> Cluster:
-    """The simulated cluster: the link's rate without headers, measured latency and step time."""
+    """The simulated hosts: the link's rate without headers, measured latency and step time."""
     latency_s = hop_s(all_reduce_s) if collective else message_s
     return Cluster(
-        name=f"tbf-{bits_per_s / 1e6:g}",
-        network=Link(latency_s=latency_s, bytes_per_s=payload_rate(bits_per_s)),
+        name=f"tbf-{rate_mbit:g}",
+        network=Link(latency_s=latency_s, bytes_per_s=payload_rate(rate_mbit)),
         compute=Compute(step_s=step_s),
+        registrar=0,
     )
 
 
@@ -218,29 +252,31 @@ def prediction_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tables", nargs="*", default=["table", "predict"])
-    parser.add_argument("--models", default="mlp")
+    every = [*TABLES, "predict"]
+    parser.add_argument("tables", nargs="*", default=every, help=f"of {', '.join(every)}")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("runs/slow-network"))
     options = parser.parse_args()
-    if reason := why_not():
+    if unknown := set(options.tables) - set(every):
+        parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(every)}")
+    if reason := why_no_hosts():
         sys.exit(f"slow_network.py: {reason}")
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # torch warns about addresses without a host name
-    cache = JobCache(options.out)
-    if "table" in options.tables:
-        for model in options.models.split(","):
-            seeds = [int(seed) for seed in options.seeds.split(",")]
-            lines = time_to_accuracy(cache, model, seeds, options.epochs)
-            print("\n".join(lines), flush=True)
-            replace_table(f"time to accuracy, {model}", lines, PAGE)
-    if "predict" in options.tables:
-        for bits_per_s in RATES:
-            lines = predictions(bits_per_s)
-            print("\n".join(lines), flush=True)
-            replace_table(f"prediction, {bits_per_s / 1e6:g} Mbit/s", lines, PAGE)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of addresses without a host name
+    os.environ.setdefault("RUST_LOG", "error")  # torchft tells of every step
+    cache, seeds = JobCache(options.out), [int(seed) for seed in options.seeds.split(",")]
+    for name in options.tables:
+        if name in TABLES:
+            write(TABLES[name].marker, time_to_accuracy(cache, TABLES[name], seeds, options.epochs))
+        else:
+            for rate_mbit in RATES:
+                write(f"prediction, {rate_mbit} Mbit/s", predictions(rate_mbit))
+
+
+def write(marker: str, lines: list[str]) -> None:
+    """Print a table, and put it into its place on the page."""
+    print("\n".join(lines), flush=True)
+    replace_table(marker, lines, PAGE)
 
 
 if __name__ == "__main__":

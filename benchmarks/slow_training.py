@@ -1,51 +1,71 @@
-"""Training over links that are really slow, with any method of Paceline or of torch, in one loop.
+"""Training over links that are really slow, with any method of Paceline or of others, in one loop.
 
-Each rank runs in a namespace of a :class:`namespaces.SlowNetwork` and joins the run by the standard
-environment variables, as it would on a machine of its own. Loop, data, seeds and the steps at which
-the answer is evaluated are the same for all.
+Each worker runs on a host of its own, made of namespaces (:class:`paceline.lab.network.hosts`),
+unless the job says otherwise. Ranks join the run by the standard environment variables, as under
+any launcher: those of Paceline's methods over ``hosts``, with encryption, and all others over gloo.
+Loop, data, seeds and the steps at which the answer is evaluated are the same for all.
+
+    python benchmarks/slow_training.py PROGRAM ARGUMENT
+
+is one rank; :func:`run_on` starts it.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import secrets
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from namespaces import SlowNetwork, enter
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from paceline.comm.ports import Ports
-from paceline.common.reference import refer_to
+from paceline.common.reference import find, refer_to
+from paceline.errors import PacelineError
+from paceline.lab.network.hosts import HostNetwork
 from paceline.lab.tasks.fashion import evaluate, load_images, make_loader, make_model
 from paceline.lab.tasks.recipe import EPOCHS, MOMENTUM, batch_of, learning_rate
 from paceline.launcher.init import init
-from paceline.launcher.rank_process import Channel
+from paceline.launcher.many_hosts import TOKEN_BYTES, TOKEN_VARIABLE, split
 from paceline.launcher.simulate import simulate
 from paceline.launcher.spec import ranks_for
-from paceline.launcher.supervisor import run_ranks
 from paceline.sim.cluster import Cluster
 from paceline.strategies import make_strategy
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Strategy, homes_of
 from paceline.strategies.sasgd import SASGD
 from paceline.training.worker import Worker
 
 DDP, POST_LOCAL, PLAIN = "torch DDP", "torch PostLocalSGD", "no communication"
-TORCH = (DDP, POST_LOCAL)
-STAND_INS = {DDP: "allreduce", POST_LOCAL: "sasgd", PLAIN: "allreduce"}
-"""The ways that are not methods of Paceline, each with the most similar method: it provides the
-learning rate and the order of data."""
+TORCHFT, HIVEMIND = "torchft LocalSGD", "hivemind"
+OTHERS = {DDP: "torch", POST_LOCAL: "torch", TORCHFT: "torchft", HIVEMIND: "hivemind"}
+"""The ways of training that are not methods of Paceline, each with the package that it needs."""
+STAND_INS = {
+    DDP: "allreduce",
+    POST_LOCAL: "sasgd",
+    TORCHFT: "sasgd",
+    HIVEMIND: "sasgd",
+    PLAIN: "allreduce",
+}
+"""The same, each with the most similar method: it provides the learning rate and the order of
+data."""
 EVERY = 16
 """The steps of rank 0 between two evaluations of the answer."""
 PROBES, PROBE_REPEATS = 4, 60
-_PORT = 29500
+_PORTS = itertools.count(29500, 2)
+"""For rank 0 of each run, and for what it starts beside it."""
+_POLL_S = 0.05
 Message = dict[str, Any]
 
 
@@ -54,9 +74,10 @@ class Job:
     """One run of the built-in task.
 
     Args:
-        way: a method, with options or without, one of :data:`TORCH`, or :data:`PLAIN`.
+        way: a method, with options or without, one of :data:`OTHERS`, or :data:`PLAIN`.
         model: a network of the task.
         workers: the number of workers; servers and communicators have further ranks.
+        hosts: the number of hosts; by default, one for each worker.
         seed: the seed of weights, data and random choices.
         epochs: passes over the data.
         steps: end after this many steps of each worker, if that comes first.
@@ -66,6 +87,7 @@ class Job:
     way: str
     model: str = "mlp"
     workers: int = 4
+    hosts: int | None = None
     seed: int = 0
     epochs: int = EPOCHS
     steps: int | None = None
@@ -80,6 +102,18 @@ class Job:
     def ranks(self) -> int:
         """The number of ranks."""
         return ranks_for(self.strategy, self.workers)
+
+    @property
+    def host_of_ranks(self) -> list[int]:
+        """The host of each rank, as ``paceline run --hosts`` places them."""
+        homes = homes_of(self.strategy, self.workers)[: self.ranks]
+        hosts = split(homes, self.workers, self.hosts or self.workers)
+        return [host for host in hosts if host is not None]
+
+    @property
+    def transport(self) -> str:
+        """What the ranks join over."""
+        return "distributed" if self.way in OTHERS else "hosts"
 
 
 class Evaluation(NamedTuple):
@@ -98,8 +132,8 @@ class Outcome:
         seconds: from the first step to the last, of the slowest worker.
         steps: the steps of all workers.
         samples: the samples of all workers.
-        bytes_sent: the payload that the method sent; None for torch's ways, which do not count it.
-        wire_bytes: what all ranks sent over their links, with headers; in virtual time, without.
+        bytes_sent: the payload that the method sent; None for others, which do not count it.
+        wire_bytes: what all hosts sent over their links, with headers; in virtual time, without.
         evaluations: the answer during the run, and at the end.
     """
 
@@ -123,11 +157,11 @@ class Outcome:
 # The launcher's side -----------------------------------------------------------------------------
 
 
-def run_job(network: SlowNetwork, job: Job) -> Outcome:
-    """Run a job on the first ranks of a slow network."""
-    before = sum(network.bytes_sent())
-    reports = run_in(network, job.ranks, train_rank, asdict(job))
-    return _outcome(job, reports, sum(network.bytes_sent()) - before)
+def run_job(network: HostNetwork, job: Job) -> Outcome:
+    """Run a job on the first hosts of a network."""
+    before = bytes_on_wire(network)
+    reports = run_on(network, job.host_of_ranks, train_rank, asdict(job))
+    return _outcome(job, reports, bytes_on_wire(network) - before)
 
 
 def simulate_job(cluster: Cluster, job: Job) -> Outcome:
@@ -161,46 +195,80 @@ def _outcome(job: Job, reports: Sequence[Message], wire_bytes: int) -> Outcome:
     )
 
 
-def measure(network: SlowNetwork) -> Latencies:
+def measure(network: HostNetwork) -> Latencies:
     """Measure the latency of a small message and of a small all-reduce among four ranks."""
-    latencies = run_in(network, PROBES, probe_rank, {})
+    latencies = run_on(network, range(PROBES), probe_rank, {"transport": "hosts"})
     return Latencies(*(statistics.median(times) for times in zip(*latencies, strict=True)))
 
 
-def run_in(network: SlowNetwork, size: int, program: Callable[..., Any], job: Message) -> list[Any]:
-    """Run ``program`` in a process for each of ``size`` ranks, each in its own namespace."""
-    common = {"master": network.address(0), "port": _PORT, "job": job}
-    arguments = [{**common, "namespace": network.path(rank)} for rank in range(size)]
-    return run_ranks(refer_to(program), arguments)
+def run_on(
+    network: HostNetwork,
+    hosts: Sequence[int],
+    program: Callable[[Message], Any],
+    argument: Message,
+) -> list[Any]:
+    """Run ``program(argument)`` in a process for each rank, on these hosts; return its values."""
+    line = [sys.executable, __file__, json.dumps(refer_to(program)), json.dumps(argument)]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": network.address(hosts[0]),
+        "MASTER_PORT": str(next(_PORTS)),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        TOKEN_VARIABLE: secrets.token_hex(TOKEN_BYTES),
+    }
+    processes = [
+        network.popen(
+            host,
+            line,
+            env={
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(hosts[:rank].count(host)),
+                "LOCAL_WORLD_SIZE": str(max(map(hosts.count, hosts))),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(_POLL_S)
+    finally:
+        for process in processes:
+            process.kill()
+        printed = [process.communicate()[0] for process in processes]
+    if any(codes):
+        raise PacelineError(f"a rank of {argument} failed: exit codes {codes}")
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def bytes_on_wire(network: HostNetwork) -> int:
+    """The bytes that all hosts have sent over their links so far, with all headers."""
+    command = ("tc", "-s", "-j", "qdisc", "show", "dev", "eth0")
+    return sum(json.loads(network.run(host, *command))[0]["bytes"] for host in network.alive)
 
 
 # A rank's side -----------------------------------------------------------------------------------
 
 
 @contextmanager
-def joined(
-    ports: Ports, argument: Message, strategy: str | Strategy, seed: int = 0
-) -> Iterator[Worker]:
-    """Move this rank into its namespace, and join the run there."""
-    enter(argument["namespace"])
-    os.environ.update(
-        RANK=str(ports.rank),
-        WORLD_SIZE=str(ports.size),
-        MASTER_ADDR=argument["master"],
-        MASTER_PORT=str(argument["port"]),
-    )
-    with init(strategy=strategy, seed=seed) as worker:
-        yield worker
+def joined(transport: str, strategy: str | Strategy, seed: int = 0) -> Iterator[Worker]:
+    """Join the run; the process of a rank that is not a worker goes on behind this block."""
+    try:
+        with init(strategy=strategy, transport=transport, seed=seed) as worker:
+            yield worker
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
-def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
+def train_rank(argument: Message) -> Message:
     """The program of a rank: train, then report."""
-    job = Job(**argument["job"])
-    counter: Counter | None = None
-    with (
-        suppress(SystemExit),  # a rank that is not a worker ends so
-        joined(ports, argument, job.strategy, job.seed) as worker,
-    ):
+    job, counter = Job(**argument), None
+    with joined(job.transport, job.strategy, job.seed) as worker:
         counter = Counter(worker)
         fit(worker, job, counter)
     assert counter is not None
@@ -214,40 +282,50 @@ def fit(worker: Worker, job: Job, counter: Counter) -> None:
     plain = make_model(job.model)
     rate = learning_rate(job.strategy, job.model, job.workers)
     sgd = SGD(plain.parameters(), lr=rate, momentum=MOMENTUM)
-    net, optimizer, answer = set_up(worker, job.way, plain, sgd)
     loader = make_loader(images, batch_of(job.workers))
-    batches = worker.setup_dataloaders(loader, epochs=job.epochs)
-    for _ in range(job.epochs):
-        for x, y in batches:
-            counter.begin()
-            optimizer.zero_grad()
-            cross_entropy(net(x), y).backward()
-            optimizer.step()
-            counter.stepped(len(y))
-            if job.evaluates and counter.steps % EVERY == 0:
-                counter.save_answer(plain, answer)
+    with set_up(worker, job.way, plain, sgd) as (net, optimizer, answer):
+        batches = worker.setup_dataloaders(loader, epochs=job.epochs)
+        for _ in range(job.epochs):
+            for x, y in batches:
+                counter.begin()
+                optimizer.zero_grad()
+                cross_entropy(net(x), y).backward()
+                optimizer.step()
+                counter.stepped(len(y))
+                if job.evaluates and counter.steps % EVERY == 0:
+                    counter.save_answer(plain, answer)
+                if counter.steps == job.steps:
+                    break
             if counter.steps == job.steps:
                 break
-        if counter.steps == job.steps:
-            break
-    worker.finish()
-    counter.save_answer(plain, nullcontext)
+        worker.finish()
+        counter.save_answer(plain, nullcontext)
 
 
 Answer = Callable[[], AbstractContextManager[None]]
+Ready = tuple[nn.Module, Any, Answer]
+"""The model and optimizer of a way of training, and the context that gives its answer."""
 
 
-def set_up(worker: Worker, way: str, net: nn.Module, sgd: SGD) -> tuple[nn.Module, Any, Answer]:
-    """The model and optimizer of a way of training, and the context that gives its answer."""
+@contextmanager
+def set_up(worker: Worker, way: str, net: nn.Module, sgd: SGD) -> Iterator[Ready]:
+    """Prepare model and optimizer for a way of training, and end what it has started."""
     if way == PLAIN:
-        return net, sgd, nullcontext
-    if way == DDP:
-        return DistributedDataParallel(net), sgd, nullcontext
-    if way == POST_LOCAL:
+        yield net, sgd, nullcontext
+    elif way == DDP:
+        yield DistributedDataParallel(net), sgd, nullcontext
+    elif way == POST_LOCAL:
         from paceline.lab.bench.step import post_local  # imports that take seconds
 
-        return (*post_local(net, sgd, SASGD().interval), nullcontext)
-    return (*worker.setup(net, sgd), worker.answer)
+        yield (*post_local(net, sgd, SASGD().interval), nullcontext)
+    elif way in OTHERS:
+        import slow_peers
+
+        begin = {TORCHFT: slow_peers.torchft_local_sgd, HIVEMIND: slow_peers.hivemind_local_sgd}
+        with begin[way](worker, net, sgd, SASGD().interval) as optimizer:
+            yield net, optimizer, nullcontext
+    else:
+        yield (*worker.setup(net, sgd), worker.answer)
 
 
 class Counter:
@@ -304,10 +382,10 @@ class Latencies(NamedTuple):
     all_reduce_s: float
 
 
-def probe_rank(ports: Ports, channel: Channel, argument: Message) -> Latencies:
+def probe_rank(argument: Message) -> Latencies:
     """Time small round trips between pairs of ranks, then small all-reduces, on one rank."""
     small = torch.zeros(1)
-    with joined(ports, argument, "allreduce") as worker:
+    with joined(argument["transport"], "allreduce") as worker:
         comm = worker.comm
         peer, first = comm.rank ^ 1, comm.rank % 2 == 0
 
@@ -331,3 +409,14 @@ def _median_s(action: Callable[[], Any]) -> float:
         action()
         times.append(time.monotonic() - start_s)
     return statistics.median(times)
+
+
+def main() -> None:
+    """Be one rank, and print what its program returns."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    program, argument = map(json.loads, sys.argv[1:])
+    print(json.dumps(find(program)(argument)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

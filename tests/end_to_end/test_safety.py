@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from namespaces import SlowNetwork, why_not
 from support import runs
+from support.namespaces import need_hosts
 from support.worlds import on_both, on_distributed, on_shared_memory, run_program
 
 import paceline as pl
@@ -24,6 +24,7 @@ from paceline.comm.shared.places import MAX_HEADER_BYTES
 from paceline.comm.shared.world import SharedPorts
 from paceline.common.reference import refer_to
 from paceline.errors import MessageMismatch, UsageError
+from paceline.lab.network.hosts import HostNetwork
 from paceline.launcher.supervisor import run_ranks
 
 SOURCES = sorted(Path(pl.__file__).parent.rglob("*.py"))
@@ -77,25 +78,21 @@ if __name__ == "__main__":
     found = {"shared": shared.metrics, "gloo": gloo.metrics, "launched": launched}
     print(json.dumps({"host": host, **found}))
 """
-_reason = why_not()
 
 
 @pytest.mark.may_skip
-@pytest.mark.skipif(_reason is not None, reason=str(_reason))
 @on_distributed
 def test_no_rank_listens_on_another_address_of_the_host(tmp_path, monkeypatch):
-    """In a namespace with a network card, whose address belongs to the host's name."""
+    """On a host with a network card, whose address belongs to the host's name."""
+    need_hosts()
     for name, value in runs.environment().items():
         monkeypatch.setenv(name, value)
-    script, hosts = tmp_path / "far.py", tmp_path / "hosts"
+    script = tmp_path / "far.py"
     script.write_text(FAR)
-    with SlowNetwork(1, 1e9) as network:
-        hosts.write_text(f"{network.address(0)} far\n127.0.0.1 localhost\n")
-        inside = f"hostname far && mount --bind {hosts} /etc/hosts && {sys.executable} {script}"
-        wrote = network.run(0, "unshare", "--uts", "--mount", "sh", "-c", inside)
-        address = network.address(0)
+    with HostNetwork(1) as network:
+        wrote = network.run(0, sys.executable, str(script))
     output = json.loads(wrote.splitlines()[-1])
-    assert output["host"] == address
+    assert output["host"] == HostNetwork.address(0)
     assert [(r["own"], r["listening"]) for r in output["shared"]] == [("", "")] * 2
     assert_loopback([[record] for record in output["gloo"]])
     assert_loopback(output["launched"])

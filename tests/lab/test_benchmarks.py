@@ -16,6 +16,7 @@ from support import warm
 from support.runs import train
 
 import paceline as pl
+from paceline.lab.network.hosts import HostNetwork
 from paceline.sim.cluster import Compute, Link, Loading, load_cluster
 from paceline.sim.models import MODELS
 
@@ -237,12 +238,13 @@ def test_the_slow_network_runs_no_job_twice(slow_network, tmp_path, monkeypatch)
         return outcome_of(slow_network, (1.0, 0.9), samples=len(jobs))
 
     monkeypatch.setattr(slow_network, "run_job", run_job)
-    network, job = slow_network.SlowNetwork(4, 100e6), slow_network.Job(way="sasgd")
+    network, job = HostNetwork(4, rate_mbit=100), slow_network.Job(way="sasgd")
     first = slow_network.JobCache(tmp_path).outcome(network, job)
     assert slow_network.JobCache(tmp_path).outcome(network, job) == first
     assert jobs == [job]
-    slow_network.JobCache(tmp_path).outcome(slow_network.SlowNetwork(4, 1e9), job)
-    assert len(jobs) == 2
+    for line in ({"rate_mbit": 1000}, {"rate_mbit": 100, "delay_ms": 50}):
+        slow_network.JobCache(tmp_path).outcome(HostNetwork(4, **line), job)
+    assert len(jobs) == 3
 
 
 def test_a_prediction_is_compared_with_its_own_measurement(slow_network):

@@ -27,6 +27,7 @@ from paceline.launcher.transports import TRANSPORTS
 from paceline.record.folder import RankFiles, claim
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
+from paceline.strategies.base import homes_of
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 from paceline.training.checkpointing import CheckpointParticipant, Plan, Stopped
 from paceline.training.session import Listener, Session
@@ -82,6 +83,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
                 start_s=checkpoints.start_s,
                 device=spec.shared_device,
                 hosts=hosts,
+                homes=homes_of(spec.method, spec.workers)[: spec.size],
             )
     finally:
         recorder.close(ranks=spec.size)

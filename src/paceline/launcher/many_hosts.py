@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,16 +185,29 @@ def address_and_port(name: str, text: str) -> tuple[str, int]:
     return address.removeprefix("[").removesuffix("]"), int(port)
 
 
-def split(ranks: int, workers: int, hosts: int, each: int | None = None) -> list[int | None]:
-    """The host of each rank: workers in equal shares, and the other ranks in turn.
+def split(
+    homes: Sequence[int], workers: int, hosts: int, each: int | None = None
+) -> list[int | None]:
+    """The host of each rank: workers in equal shares, and the others at home, or in turn.
 
-    A host has at most ``each`` workers; those for whom there is no room have no host.
+    Args:
+        homes: the worker beside which each rank belongs; its own number for a worker, and for a
+            rank that may be anywhere.
+        workers: how many of the ranks, the first ones, are workers.
+        hosts: how many there are.
+        each: the most workers of a host; those for whom there is no room have no host.
 
-    >>> split(6, 4, 2)
+    >>> split([0, 1, 2, 3, 4, 5], 4, 2)
     [0, 0, 1, 1, 0, 1]
-    >>> split(4, 4, 2, each=1)
+    >>> split([0, 1, 2, 3, 0, 1, 2, 3], 4, 2)
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    >>> split([0, 1, 2, 3], 4, 2, each=1)
     [0, 1, None, None]
     """
     placed = workers if each is None else min(workers, each * hosts)
-    shares = [worker * hosts // placed for worker in range(placed)]
-    return [*shares, *[None] * (workers - placed), *(n % hosts for n in range(ranks - workers))]
+    shares: list[int | None] = [worker * hosts // placed for worker in range(placed)]
+    shares += [None] * (workers - placed)
+    for rank, home in list(enumerate(homes))[workers:]:
+        beside = shares[home] if home < workers else None
+        shares.append((rank - workers) % hosts if beside is None else beside)
+    return shares

@@ -143,6 +143,7 @@ def run_ranks(
     start_s: float = 0.0,
     device: str | None = None,
     hosts: ManyHosts | None = None,
+    homes: Sequence[int] | None = None,
 ) -> list[Any]:
     """Run ``program(ports, channel, argument)`` in a process for each argument.
 
@@ -152,7 +153,7 @@ def run_ranks(
     are not started at first. In ``folder`` is the socket that accepts requests to add a worker. The
     run's clock starts at ``start_s``. A keeper holds memory of ``device``, if one is given, through
     which ranks on that device communicate. With ``hosts``, ranks are on this host and on others,
-    whose agents join first.
+    whose agents join first; ``homes`` are those of :func:`~.many_hosts.split`.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
@@ -177,7 +178,7 @@ def run_ranks(
         code = 1
         try:
             if hosts is not None and agents is not None:
-                supervisor.follow(agents, hosts)
+                supervisor.follow(agents, hosts, homes or range(size))
             supervisor.start_all(faults, folder)
             supervisor.supervise()
             supervisor.raise_failure()
@@ -261,14 +262,14 @@ class Supervisor:
 
     # Starting ------------------------------------------------------------------------------------
 
-    def follow(self, agents: Agents, hosts: ManyHosts) -> None:
+    def follow(self, agents: Agents, hosts: ManyHosts, homes: Sequence[int]) -> None:
         """Wait for the agents of the other hosts, and have ranks there, too."""
         agents.await_hosts(hosts.count - 1, hosts.how_to_join)
         self._agents, self._here.slots = agents, hosts.slots_here
         places = self._places()
         self._first_hosts = len(agents.hosts)
         self._workers_each = hosts.workers_each or self._common["together"]
-        shares = split(len(self.ranks), self._policy.workers, len(places), hosts.workers_each)
+        shares = split(homes, self._policy.workers, len(places), hosts.workers_each)
         for rank, index in zip(self.ranks, shares, strict=True):
             if index is not None:
                 self._planned[rank.number] = places[index]

@@ -31,7 +31,7 @@ class Role(NamedTuple):
 
     Attributes:
         name: of the role.
-        home: the worker that it lives beside in a simulated cluster; None: a place of its own.
+        home: the worker beside which it belongs, on the same host; None if it may be anywhere.
     """
 
     name: str
@@ -217,7 +217,7 @@ def workers_in(strategy: Strategy, size: int) -> int:
 
 
 def homes_of(strategy: Strategy, workers: int) -> list[int]:
-    """The rank beside which each rank lives in a simulated cluster."""
+    """The rank on whose host each rank belongs; its own number where it may be anywhere."""
     roles = strategy.roles(workers)
     return [rank if role.home is None else role.home for rank, role in enumerate(roles)]
 

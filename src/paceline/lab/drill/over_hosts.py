@@ -20,6 +20,7 @@ from paceline.launcher.many_hosts import TOKEN_BYTES, split
 from paceline.record.folder import RESULT
 from paceline.record.result import Result
 from paceline.strategies import make_strategy
+from paceline.strategies.base import homes_of
 
 WORKERS_PER_HOST = 2
 PORT = 7000
@@ -67,8 +68,8 @@ class HostsRun:
         self._folder, self._out = folder, folder / "run"
         folder.mkdir(exist_ok=True)
         self.workers = WORKERS_PER_HOST * network.size
-        ranks = len(self._method.roles(self.workers))
-        self._host_of = split(ranks, self.workers, network.size)
+        homes = homes_of(self._method, self.workers)
+        self._host_of = split(homes, self.workers, network.size)
         self.victims = [rank for strike in scenario.strikes for rank in self._hit(strike)]
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self.codes: dict[int, int] = {}
