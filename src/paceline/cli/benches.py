@@ -17,7 +17,7 @@ def show_comm(
     _check(workers, repeats)
     from paceline.lab.bench.comm import SIZES, bench_comm
 
-    rows = bench_comm(workers, sizes or list(SIZES), repeats, _one_device(device))
+    rows = bench_comm(workers, sizes or list(SIZES), repeats, one_device(device))
     screen.table(
         ["engine", "workers", "vector", "ms", "relative to gloo", "to a copy"],
         [
@@ -41,7 +41,7 @@ def show_step(screen: Screen, workers: int, repeats: int, device: str, hidden: i
     at_least("hidden", hidden, 1)
     from paceline.lab.bench.step import bench_step
 
-    rows = bench_step(workers, repeats, _one_device(device), hidden)
+    rows = bench_step(workers, repeats, one_device(device), hidden)
     screen.table(
         ["step with", "workers", "ms", "relative to no comm.", "90 % interval"],
         [
@@ -138,7 +138,7 @@ def _check(workers: int, repeats: int) -> None:
     at_least("repeats", repeats, 1)
 
 
-def _one_device(device: str) -> str:
+def one_device(device: str) -> str:
     """The device that all ranks share, by its whole name."""
     check_device(device)
     from paceline.launcher.spec import OnDevice

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.benches import one_device
 from paceline.cli.compare import split_specs, workers_of
 from paceline.cli.options import CalibrationOptions, TrainingOptions
 from paceline.cli.screen import Screen, number, size
@@ -133,6 +134,7 @@ def _subjects(chosen: CalibrationOptions, models: Sequence[str]) -> list[Subject
             transport=transport,
             seed=chosen.seed,
             hosts=hosts,
+            device=one_device(chosen.device),
         )
         for name, train, arguments in tasks
     ]

@@ -221,6 +221,7 @@ class CalibrationOptions(OutputOptions):
         ),
     ] = None
     transport: TransportName = None
+    device: BenchDevice = "cpu"
     listen: Listen = None
     token_file: TokenFile = None
     no_encryption: NoEncryption = False

@@ -84,13 +84,16 @@ class Flat:
         self._pointers = [span.parameter.data_ptr() for span in self.spans]
         return x
 
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """``vector`` cut into tensors that are shaped and strided like the parameters."""
+    def views(self, vector: Tensor, group: int | None = None) -> list[Tensor]:
+        """``vector`` cut into tensors that are shaped and strided like the parameters.
+
+        With ``group``, the vector is that group's part alone.
+        """
+        spans = [span for span in self.spans if group in (None, span.group)]
+        first = vector.storage_offset() - (0 if group is None else self.groups[group].start)
         return [
-            vector[span.start : span.end].as_strided(
-                span.parameter.shape, span.parameter.stride(), vector.storage_offset() + span.start
-            )
-            for span in self.spans
+            vector.as_strided(span.parameter.shape, span.parameter.stride(), first + span.start)
+            for span in spans
         ]
 
     @cached_property
@@ -99,8 +102,9 @@ class Flat:
         return self._allocate(self.x.numel(), self.x)
 
     @cached_property
-    def _g_views(self) -> list[Tensor]:
-        return self.views(self.g)
+    def _g_views(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, and the part of ``g`` that is for its gradient."""
+        return [*zip((span.parameter for span in self.spans), self.views(self.g), strict=True)]
 
     def gather(self) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
@@ -108,19 +112,33 @@ class Flat:
         A parameter without a gradient gets zeros in ``g``; its ``.grad`` stays None.
         """
         g, sources, targets = self.g, [], []
-        for span, view in zip(self.spans, self._g_views, strict=True):
-            grad = span.parameter.grad
+        for parameter, view in self._g_views:
+            grad = parameter.grad
+            if grad is view:
+                continue
             if grad is None:
                 view.zero_()
             elif grad.layout is not torch.strided:
-                raise UsageError(f"the gradient of {span.name} is sparse: use sparse=False")
-            elif grad.data_ptr() != view.data_ptr():
+                raise UsageError(
+                    f"the gradient of {self._name(parameter)} is sparse: use sparse=False"
+                )
+            else:
                 sources.append(grad)
                 targets.append(view)
-                span.parameter.grad = view
+                parameter.grad = view
         if targets:
-            torch._foreach_copy_(targets, sources)
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         return g
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(span.name for span in self.spans if span.parameter is parameter)
+
+    def is_gathered(self) -> bool:
+        """Whether the gradients of all parameters are views of ``g`` now."""
+        if "g" not in vars(self):  # it was never needed
+            return False
+        return all(parameter.grad is view for parameter, view in self._g_views)
 
     def present(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""
@@ -138,8 +156,8 @@ class Flat:
 
     def show_gradients(self, present: Iterable[bool]) -> None:
         """Set ``.grad`` to its part of ``g`` where ``present``, and to None elsewhere."""
-        for span, view, wanted in zip(self.spans, self._g_views, present, strict=True):
-            span.parameter.grad = view if wanted else None
+        for (parameter, view), wanted in zip(self._g_views, present, strict=True):
+            parameter.grad = view if wanted else None
 
     def check(self) -> None:
         """Refuse a parameter that is no longer a view of ``x``, or a frozen one with a gradient."""

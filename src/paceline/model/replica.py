@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.model.flat import Allocate, Flat
 from paceline.model.gradient import Gradient
+from paceline.model.joint_step import JointStep
 
 
 class Replica:
@@ -30,6 +31,8 @@ class Replica:
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
         self.flat = Flat(model, optimizer, allocate, aligned)
         self.optimizer = optimizer
+        joint = JointStep.suits(self.flat, optimizer)
+        self._stepper = JointStep(self.flat, optimizer) if joint else optimizer
         self._updating = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
 
@@ -39,7 +42,7 @@ class Replica:
             self.clip(g)
             self._updating = True
             try:
-                self.optimizer.step()
+                self._stepper.step()
             finally:
                 self._updating = False
 

@@ -152,7 +152,7 @@ def test_own_time_is_monotonic_and_excludes_waiting_for_a_core(monkeypatch):
 
 def test_the_clock_separates_gradients_loading_and_communication():
     times = iter(range(1000))
-    clock = StepClock()
+    clock = StepClock(torch.device("cpu"))
     clock._own.now = lambda: float(next(times))
     for number in range(WARM_UP + 4):
         epoch = number // 4  # time between two epochs is not loading

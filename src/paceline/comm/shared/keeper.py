@@ -16,7 +16,7 @@ from paceline.comm.shared.memory import SharedWords, map_control
 def keep(fd: int, size: int, device: str) -> None:
     """Give out memory of ``device`` to ``size`` ranks, until this process is ended."""
     layout = Layout(size)
-    words = SharedWords(map_control(fd, layout.words * 8))
+    words = SharedWords(map_control(fd, layout.words * 8), size)
     driver: Driver | None = None
     while True:
         rung = words[layout.keeper_bell]

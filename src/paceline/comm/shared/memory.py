@@ -32,7 +32,9 @@ MAX_MAPPINGS = 4096
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 0x7FFFFFFF
 _STRONG_ORDER = platform.machine() == "x86_64"
-_YIELDS = 200
+_YIELDS, _MORE_YIELDS = 200, 4000
+"""How often a wait yields before it sleeps. A sleeping rank takes some 50 us to wake, so a wait
+yields for longer where that takes no core from other ranks."""
 _CPU = torch.device("cpu")
 
 
@@ -173,9 +175,16 @@ def map_control(fd: int, nbytes: int) -> mmap.mmap:
 
 
 class SharedWords:
-    """64-bit words of shared memory that ranks set, read and wait on."""
+    """64-bit words of shared memory that ranks set, read and wait on.
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    Args:
+        memory: where they lie.
+        ranks: how many processes wait on them.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int) -> None:
+        spare = len(os.sched_getaffinity(0)) >= 2 * ranks
+        self._yields = _MORE_YIELDS if spare else _YIELDS
         self._words = memoryview(memory).cast("B").cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.nbytes = len(memory)
@@ -217,7 +226,7 @@ class SharedWords:
         A few yields first, since the other rank often needs just this core; then a futex.
         """
         words = self._words
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             if words[index] >= value:
                 break
             os.sched_yield()
@@ -233,7 +242,7 @@ class SharedWords:
 
     def wait_change(self, index: int, seen: int, timeout_s: float) -> bool:
         """Wait until the word is no longer what was ``seen``; False after ``timeout_s``."""
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             if self._words[index] != seen:
                 return True
             os.sched_yield()

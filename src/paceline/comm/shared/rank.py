@@ -49,7 +49,7 @@ class SharedRank:
         self.fd, self.rank, self.size = fd, rank, size
         self.limits, self.elastic, self._workers = limits, elastic, workers
         self.layout = Layout(size)
-        self.words = SharedWords(map_control(fd, self.layout.words * 8))
+        self.words = SharedWords(map_control(fd, self.layout.words * 8), size)
         self.table = MemberTable(self)
         self.processes = Processes(self.pid_of, limits, self._some_go_on)
         self._device = device

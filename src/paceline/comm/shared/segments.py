@@ -27,6 +27,7 @@ _WINDOWS = 8
 _HALF = (SEGMENTS - _WINDOWS) // 2
 _LEAST_BYTES = 4 << 20
 _ALIGNMENT = 512
+_KNOWN_VECTORS = 1024
 
 
 class KeeperLost(PacelineError):
@@ -68,6 +69,7 @@ class Segments:
         driver.finish()  # the first call prepares the device, before this rank enters
         self._busy = False
         self._opened: dict[tuple[int, int], Tensor] = {}
+        self._vectors: dict[tuple[int, int, dtype], Tensor] = {}
         self._slot, self._used = _WINDOWS + start % 2 * _HALF, 0
         self._last = self._slot + _HALF
         self._room(self._slot, 1)
@@ -96,12 +98,17 @@ class Segments:
 
     def tensor(self, address: int, numel: int, kind: dtype) -> Tensor:
         """The vector at ``address``, whoever owns it."""
+        key = address, numel, kind
+        if (known := self._vectors.get(key)) is not None:
+            return known
         segment, offset = divmod(address - ADDRESSES, _SPAN)
         whole = self._open(*divmod(segment, SEGMENTS))
         end = offset + numel * kind.itemsize
         if end > len(whole) or offset % kind.itemsize:
             raise MessageMismatch(f"{numel} x {kind} at {address} must lie in its segment")
-        return whole[offset:end].view(kind)
+        if len(self._vectors) >= _KNOWN_VECTORS:
+            del self._vectors[next(iter(self._vectors))]
+        return self._vectors.setdefault(key, whole[offset:end].view(kind))
 
     def write(self, address: int, x: Tensor) -> None:
         """Have the device copy a vector to ``address``."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.comm import Comm
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
-from paceline.lab.bench.device import finish
+from paceline.lab.bench.device import finish, shared
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
 from paceline.launcher.supervisor import run_ranks
@@ -32,8 +32,7 @@ def bench_comm(workers: int, sizes: list[int], repeats: int, device: str) -> lis
     The vectors are in the host's memory, or on one GPU that all ranks share.
     """
     argument = {"sizes": sizes, "repeats": repeats, "port": free_port(), "device": device}
-    shared = None if device == "cpu" else device
-    ranks = run_ranks(refer_to(time_engines), [argument] * workers, device=shared)
+    ranks = run_ranks(refer_to(time_engines), [argument] * workers, device=shared(device))
     return _rows(ranks, workers, sizes)
 
 

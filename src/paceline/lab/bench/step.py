@@ -32,7 +32,7 @@ from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
 from paceline.errors import ServingDone
-from paceline.lab.bench.device import finish
+from paceline.lab.bench.device import finish, shared
 from paceline.lab.bench.gloo import free_port, join_gloo
 from paceline.launcher.rank_process import Channel
 from paceline.launcher.spec import ranks_for
@@ -56,12 +56,12 @@ def bench_step(workers: int, repeats: int, device: str, hidden: int) -> list[dic
     """
     argument = {"repeats": repeats, "port": free_port(), "device": device, "hidden": hidden}
     argument |= {"workers": workers, "method": None}
-    shared = None if device == "cpu" else device
-    seconds_by_rank = run_ranks(refer_to(time_steps), [argument] * workers, device=shared)
+    kept = shared(device)
+    seconds_by_rank = run_ranks(refer_to(time_steps), [argument] * workers, device=kept)
     for method in APART:
         size = ranks_for(make_strategy(method), workers)
         of_ranks = run_ranks(
-            refer_to(time_steps), [argument | {"method": method}] * size, device=shared
+            refer_to(time_steps), [argument | {"method": method}] * size, device=kept
         )
         for seconds, more in zip(seconds_by_rank, of_ranks, strict=False):
             seconds |= more

@@ -132,6 +132,7 @@ def _run(setup: Setup) -> float:
         workers=setup.workers,
         strategy=setup.strategy,
         transport=setup.subject.transport,
+        device=setup.subject.device,
         seed=setup.subject.seed,
         arguments=setup.subject.arguments,
     )

@@ -11,6 +11,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+from paceline.lab.bench.device import finish
+
 
 class OwnTime:
     """The time of the calling thread, without the time that it waited for a core.
@@ -37,6 +41,24 @@ class OwnTime:
     def __del__(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
+
+
+class WorkTime:
+    """The processor time of this process; or, where it works on a GPU, the time until that is done.
+
+    Args:
+        device: what the work is done on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        """The current time, in seconds."""
+        if self._device.type == "cpu":
+            return time.process_time()
+        finish(self._device)
+        return time.perf_counter()
 
 
 def queued_s() -> float:

@@ -50,6 +50,7 @@ class Subject:
     transport: str = "shared_memory"
     seed: int = 0
     hosts: ManyHosts | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,8 @@ def _link(line: Line) -> Link:
 def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) -> Calibration:
     """Measure ``subject`` on this machine, in several rounds."""
     cores = usable_cores()
-    workers = max(2, cores)
+    workers = max(2, cores) if subject.device == "cpu" else 2
+    most = max(MOST_RANKS, workers)
     with one_thread_a_rank():
         network = None
         if subject.hosts is not None:
@@ -164,11 +166,16 @@ def calibrate(subject: Subject, effort: Effort, say: Say = lambda text: None) ->
         for number in range(1, effort.rounds + 1):
             say(f"round {number} of {effort.rounds}: steps with communication, then messages")
             runs += [_steps(subject, effort, batch, workers) for batch in batches]
-            crowded.append(_steps(subject, effort, batches[0], max(MOST_RANKS, cores)))
+            crowded.append(_steps(subject, effort, batches[0], most))
             nbytes = runs[0].nbytes
             sizes = message_sizes(nbytes)
             for size in sizes:
-                messages += run_messages(size, transport=subject.transport, repeats=effort.repeats)
+                messages += run_messages(
+                    size,
+                    transport=subject.transport,
+                    repeats=effort.repeats,
+                    device=subject.device,
+                )
     return Calibration(
         subject=subject,
         cores=cores,
@@ -204,6 +211,7 @@ def _steps(subject: Subject, effort: Effort, batch: int | None, ranks: int) -> S
         steps=effort.steps,
         limit_s=effort.limit_s,
         seed=subject.seed,
+        device=subject.device,
     )
 
 
@@ -335,7 +343,8 @@ def to_toml(calibration: Calibration) -> str:
     lines = [
         f"# Measured by paceline calibrate on {time.strftime('%Y-%m-%d %H:%M:%S %z')}.",
         f"# {subject.name} {dict(subject.arguments)}: {calibration.nbytes} bytes of parameters.",
-        f"# Transport {subject.transport}, one thread a rank, device cpu. Versions: {software}.",
+        f"# Transport {subject.transport}, one thread a rank, device {subject.device}.",
+        f"# Versions: {software}.",
         f"# Batches of {batches} samples; messages of {sizes} bytes; 2 to 4 ranks.",
         f"# With {MOST_RANKS} ranks a step's own time was {crowding:.2f} of the one here.",
         f"# Other work had the cores for {calibration.queued:.0%} of the time; it is left out.",

@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.comm.comm import Comm
 from paceline.comm.ports import Ports
 from paceline.common.reference import refer_to
-from paceline.lab.calibrate.clock import queued_s
+from paceline.lab.bench.device import shared
+from paceline.lab.calibrate.clock import WorkTime, queued_s
 from paceline.lab.calibrate.steps import HEADER_BYTES
 from paceline.launcher.many_hosts import ManyHosts
 from paceline.launcher.rank_process import Channel, Message
@@ -34,6 +35,7 @@ ROUND_TRIP = "round_trip"
 """In this operation the two ranks work one after the other; in all others, at the same time."""
 
 Operation = Callable[[], object]
+_HOST = torch.device("cpu")
 
 
 class OperationTime(NamedTuple):
@@ -60,10 +62,14 @@ class Repeat(NamedTuple):
     queued_s: float
 
 
-def run_messages(nbytes: int, *, transport: str, repeats: int) -> list[OperationTime]:
+def run_messages(
+    nbytes: int, *, transport: str, repeats: int, device: str = "cpu"
+) -> list[OperationTime]:
     """Time every operation with vectors of ``nbytes``."""
-    argument = {"nbytes": nbytes, "repeats": repeats}
-    ranks = run_ranks(refer_to(time_messages), [argument] * RANKS, transport=transport)
+    argument = {"nbytes": nbytes, "repeats": repeats, "device": device}
+    ranks = run_ranks(
+        refer_to(time_messages), [argument] * RANKS, transport=transport, device=shared(device)
+    )
     return [
         _median_of(operation, nbytes, [rank[operation] for rank in ranks]) for operation in ranks[0]
     ]
@@ -98,7 +104,9 @@ def _waited(operation: str, calls: tuple[Repeat, ...]) -> float:
 def time_messages(ports: Ports, channel: Channel, argument: Message) -> Message:
     """Time the repeats of each operation on one rank."""
     comm, nbytes = Comm(ports), argument["nbytes"]
-    timed = _time(comm, _operations(comm, ports, nbytes // 4), nbytes, argument["repeats"])
+    like = torch.empty(0, device=argument["device"])
+    operations = _operations(comm, ports, nbytes // 4, like)
+    timed = _time(comm, operations, nbytes, argument["repeats"], like.device)
     comm.barrier()  # a rank that left earlier would be reported as lost
     return timed
 
@@ -115,24 +123,30 @@ def time_link(ports: Ports, channel: Channel, argument: Message) -> list[list[Re
 
 
 def _time(
-    comm: Comm, operations: Mapping[str, Operation], nbytes: int, repeats: int
+    comm: Comm,
+    operations: Mapping[str, Operation],
+    nbytes: int,
+    repeats: int,
+    device: torch.device = _HOST,
 ) -> dict[str, list[Repeat]]:
+    clock = WorkTime(device)
     calls = max(2, min(8, BYTES_A_REPEAT // nbytes))
     timed: dict[str, list[Repeat]] = {operation: [] for operation in operations}
     for repeat in range(repeats + 1):
         for operation, run in operations.items():
             comm.barrier()
-            before = _clocks()
+            before = _clocks(clock)
             for _ in range(calls):
                 run()
-            spent = [(now - then) / calls for now, then in zip(_clocks(), before, strict=True)]
+            spent = [(now - then) / calls for now, then in zip(_clocks(clock), before, strict=True)]
             if repeat:
                 timed[operation].append(Repeat(*spent))
     return timed
 
 
-def _clocks() -> Repeat:
-    return Repeat(time.perf_counter(), time.process_time(), queued_s())
+def _clocks(clock: WorkTime) -> Repeat:
+    work_s = clock.now()
+    return Repeat(time.perf_counter(), work_s, queued_s())
 
 
 def _round_trip(comm: Comm, x: Tensor) -> Operation:
@@ -152,8 +166,8 @@ def _round_trip(comm: Comm, x: Tensor) -> Operation:
     return round_trip
 
 
-def _operations(comm: Comm, ports: Ports, numel: int) -> dict[str, Operation]:
-    x = ports.collectives.allocate(numel, torch.empty(0))
+def _operations(comm: Comm, ports: Ports, numel: int, like: Tensor) -> dict[str, Operation]:
+    x = ports.collectives.allocate(numel, like)
     peer = 1 - comm.rank
 
     def publish() -> None:

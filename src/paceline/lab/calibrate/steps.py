@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
+
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
 from paceline.common.reference import Reference, find, refer_to
 from paceline.errors import PeerLost, ServingDone, UsageError
-from paceline.lab.calibrate.clock import OwnTime
+from paceline.lab.bench.device import finish, shared
+from paceline.lab.calibrate.clock import OwnTime, WorkTime
 from paceline.launcher.rank_process import Channel, Message
 from paceline.launcher.supervisor import run_ranks
 from paceline.record.trace import Trace
@@ -70,12 +73,13 @@ class Timed(NamedTuple):
 class StepClock(Trace):
     """Used in place of a trace: times batches, steps and the work of communication."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.gradients: list[tuple[str, Timed]] = []
         self.loading: list[Timed] = []
         self.work: dict[str, list[float]] = {}
-        self._own, self._began = OwnTime(), (0.0, 0.0)
+        self._own, self._work, self._began = OwnTime(), WorkTime(device), (0.0, 0.0)
         self._epoch = -1
         self._batch_s: float | None = None
         self._step_s: float | None = None
@@ -93,9 +97,13 @@ class StepClock(Trace):
     ) -> None:
         """Note the time of a batch or a step."""
         if event == "batch":
-            self._batch(self._own.now(), more["epoch"], more["samples"])
+            self._batch(self._now(), more["epoch"], more["samples"])
         elif event == "step":
-            self._step(self._own.now(), more["samples"])
+            self._step(self._now(), more["samples"])
+
+    def _now(self) -> float:
+        finish(self.device)
+        return self._own.now()
 
     def _batch(self, now_s: float, epoch: int, samples: int) -> None:
         if self._step_s is not None and epoch == self._epoch:
@@ -113,15 +121,19 @@ class StepClock(Trace):
 
     def updated(self, exchange: str) -> None:
         """Note the end of the local update; ``exchange`` follows."""
-        self._updated_s = self._own.now()
+        self._updated_s = self._now()
         self._last_exchange, self._exchange = self._exchange, exchange
 
     @contextmanager
     def working(self, kind: str) -> Iterator[None]:
-        """Count the processor time of this context as work of ``kind``."""
-        began_s = time.process_time()
+        """Count the time of this context as work of ``kind``."""
+        began_s = self.work_s()
         yield
-        self.work.setdefault(kind, []).append(time.process_time() - began_s)
+        self.work.setdefault(kind, []).append(self.work_s() - began_s)
+
+    def work_s(self) -> float:
+        """The clock of work."""
+        return self._work.now()
 
     def queued_share(self) -> float:
         """The share of the time after the warm-up in which this rank waited for a core."""
@@ -207,7 +219,7 @@ class ProbeServer(DownpourServer):
 
     def on_request(self, worker: int, request: Request, vector: Tensor) -> None:
         super().on_request(worker, request, vector)
-        now_s = time.process_time()
+        now_s = self._clock.work_s()
         if self._served_s is not None:
             self._clock.work.setdefault("serve", []).append(now_s - self._served_s)
         self._served_s = now_s
@@ -215,11 +227,13 @@ class ProbeServer(DownpourServer):
 
 def time_steps(ports: Ports, channel: Channel, argument: Message) -> Message:
     """Run the script for a while on one rank, or serve the workers; return the times."""
-    clock = StepClock()
+    clock = StepClock(torch.device(argument["device"]))
     probe = Probe(clock, argument["steps"], argument["limit_s"])
     seed_user_generators(argument["seed"], ports.rank)
     metered, workers = MeteredPorts(ports, clock), ports.size - 1
-    session = Session(metered, probe, workers=workers, seed=argument["seed"])
+    session = Session(
+        metered, probe, workers=workers, seed=argument["seed"], device=argument["device"]
+    )
     # A worker that runs out of data ends first: the others take it for lost.
     with suppress(StepsDone, ServingDone, PeerLost):
         find(argument["train"])(Worker(session), **argument["arguments"])
@@ -270,6 +284,7 @@ def run_steps(
     steps: int,
     limit_s: float,
     seed: int,
+    device: str = "cpu",
 ) -> StepTimes:
     """Run the script with this many workers and a server; return the times."""
     argument: Message = {
@@ -278,8 +293,10 @@ def run_steps(
         "steps": steps,
         "limit_s": limit_s,
         "seed": seed,
+        "device": device,
     }
-    reports = run_ranks(refer_to(time_steps), [argument] * (workers + 1), transport=transport)
+    ranks = [argument] * (workers + 1)
+    reports = run_ranks(refer_to(time_steps), ranks, transport=transport, device=shared(device))
     ranks = reports[:workers]
     gradients = [
         (exchange, Timed(*timed)) for rank in ranks for exchange, *timed in rank["gradients"]
