@@ -13,6 +13,7 @@ from typer import Argument, Option
 from paceline._version import __version__
 from paceline.cli.options import (
     AsModel,
+    BatchShares,
     BenchDevice,
     CalibrationOptions,
     CheckpointOptions,
@@ -101,6 +102,7 @@ def run(
     device: Device = "cpu",
     no_trace: NoTrace = False,
     global_batch: GlobalBatchSize = None,
+    batch: BatchShares = None,
     on: Annotated[
         str | None, Option("--on", help="ray: have the workers on the nodes of a Ray cluster.")
     ] = None,
@@ -138,7 +140,7 @@ def run(
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), Path(join))
         return
-    job = _job(training, strategy, saving, no_trace, global_batch)
+    job = _job(training, strategy, saving, no_trace, global_batch, batch)
     screen = training.screen()
     policy = {**injected.policy(), **saving.policy()}
     if on is not None:
@@ -170,6 +172,7 @@ def sim(
     as_model: AsModel = None,
     no_trace: NoTrace = False,
     global_batch: GlobalBatchSize = None,
+    batch: BatchShares = None,
     replay: Annotated[
         Path | None,
         Option(
@@ -184,7 +187,7 @@ def sim(
         refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saving, no_trace, global_batch)
+    job = _job(training, strategy, saving, no_trace, global_batch, batch)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy()}
@@ -208,6 +211,7 @@ def _job(
     saving: CheckpointOptions,
     no_trace: bool,
     global_batch: int | None,
+    batch: str | None,
 ) -> Job:
     if saving.resume and training.out is None:
         raise UsageError("--resume needs --out, the folder of the run to resume")
@@ -220,6 +224,7 @@ def _job(
         out=training.out,
         trace=not no_trace,
         global_batch=global_batch,
+        batch=batch,
     )
 
 

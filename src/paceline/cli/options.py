@@ -81,6 +81,15 @@ GlobalBatchSize = Annotated[
         help="Samples of all workers in a step, shared out equally; synchronous methods only.",
     ),
 ]
+BatchShares = Annotated[
+    str | None,
+    Option(
+        "--batch",
+        metavar="by-speed",
+        help="Divide each global batch by the measured speeds of the workers, not equally;"
+        " synchronous methods only.",
+    ),
+]
 NoTrace = Annotated[
     bool, Option("--no-trace", help="Write no trace; replays and timelines need one.")
 ]

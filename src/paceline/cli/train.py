@@ -39,6 +39,7 @@ class Job:
     out: Path | None
     trace: bool = True
     global_batch: int | None = None
+    batch: str | None = None
 
     def run(
         self,
@@ -135,6 +136,7 @@ class Job:
             "on_metric": watch.metric,
             "trace": self.trace,
             "global_batch": self.global_batch,
+            "batch": self.batch,
         }
 
 
@@ -184,8 +186,8 @@ def replay_run(
         source = next(location for kind, location in task.reference.items() if kind != "name")
         screen.say(f"Replaying {path}, a run of {task.reference['name']} in {source}")
         method, seed = _recorded_method(run), run.config["seed"]
-    together = run.config.get("global_batch")
-    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace, global_batch=together)
+    shares = {name: run.config.get(name) for name in ("global_batch", "batch")}
+    job = Job(task=task, strategy=method, seed=seed, out=out, trace=trace, **shares)
     result = job.simulate(screen, run.config["workers"], cluster, path)
     difference = largest_difference(Path(result.out or "") / MODEL, recorded)
     show_result(screen, result, task.name, cluster.name, _compared(run, difference))

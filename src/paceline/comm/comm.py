@@ -76,6 +76,7 @@ class Comm:
         present: who took part in the last collective; the same on all who did.
         collectives_done: how many collectives this rank has taken part in here.
         someone_waits: whether, by the last all-reduce, a rank is to be taken in; the same on all.
+        someone_ends: whether, by the last all-reduce, a rank has come to its end; likewise.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Comm:
         self._early: dict[int, tuple[int, Message]] = {}
         self._left_out: frozenset[tuple[int, int]] = frozenset()
         self.seats, self._seen = seats, -1
-        self.someone_waits = False
+        self.someone_waits = self.someone_ends = False
         if seats is not None:
             self._take_seats(seats)
 
@@ -258,7 +259,8 @@ class Comm:
         """Note what all know now; return the total without these flags."""
         if self.seats is None:
             return total
-        self.someone_waits = total.flags & (WAITING | CLOSING) == WAITING
+        self.someone_ends = bool(total.flags & CLOSING)
+        self.someone_waits = bool(total.flags & WAITING) and not self.someone_ends
         return total._replace(flags=total.flags & ~(WAITING | CLOSING))
 
     def admit(self, members: Iterable[tuple[int, int]]) -> None:

@@ -100,6 +100,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
         listener=Listener(metric=log, event=print_event),
         elastic=elastic,
         global_batch=spec.global_batch,
+        by_speed=spec.by_speed,
     )
     try:
         with noting_origin(session):
@@ -176,6 +177,7 @@ def train_launched(
             "workers": session.size,
             "seed": spec.seed,
             "global_batch": spec.global_batch,
+            "batch": spec.batch,
             "arguments": dict(arguments),
         }
         write_result(Path(spec.out), vars(result), config)

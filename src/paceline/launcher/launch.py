@@ -35,7 +35,7 @@ from paceline.training.summary import summary_of
 
 STOPPED: Message = {"stopped": True}
 """What a rank returns when it ended after a final checkpoint."""
-_MUST_MATCH = ("train", "workers", "seed", "global_batch", "device", "arguments")
+_MUST_MATCH = ("train", "workers", "seed", "global_batch", "batch", "device", "arguments")
 """What must be the same when a run resumes from a checkpoint."""
 
 
@@ -108,6 +108,7 @@ def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
         "workers": spec.workers,
         "seed": spec.seed,
         "global_batch": spec.global_batch,
+        "batch": spec.batch,
         "device": spec.device,
         "arguments": plain_json("arguments", dict(spec.arguments or {})),
         "out": None if spec.out is None else str(spec.out),
@@ -173,6 +174,7 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         elastic=argument["elastic"],
         checkpointing=checkpointing,
         global_batch=argument["global_batch"],
+        by_speed=argument["batch"] is not None,
     )
     try:
         run_rank(session, find(argument["train"]), argument["arguments"])

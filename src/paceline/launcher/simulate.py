@@ -46,6 +46,9 @@ def simulate(spec: SimulationSpec) -> Result:
 def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     same = {"workers": spec.workers, "strategy": repr(spec.method), "seed": spec.seed}
     same |= {"arguments": dict(spec.arguments or {}), "global_batch": spec.global_batch}
+    same |= {"batch": spec.batch}
+    if spec.by_speed and spec.replay is not None:
+        raise UsageError("replay must not be used with batch (by-speed): a trace has no speeds")
     record = _open_replay(spec, same)
     # a recorded run that finished has continued after its losses
     policy = spec.policy("continue" if record is not None and record.lost else None)
@@ -141,6 +144,7 @@ class _Ranks:
             elastic=self.policy.goes_on,
             checkpointing=participant,
             global_batch=self.spec.global_batch,
+            by_speed=self.spec.by_speed,
         )
 
 

@@ -51,6 +51,8 @@ class RunSpec:
         global_batch: the samples of all workers in a step of a synchronous method. Each worker
             gets an equal share, also when workers come and go, whatever the batch size of its
             loader.
+        batch: ``by-speed``: the workers of a synchronous method get shares of each global batch in
+            proportion to their measured speeds, not equal ones.
     """
 
     strategy: str | Strategy = "allreduce"
@@ -60,18 +62,25 @@ class RunSpec:
     on_metric: OnMetric | None = None
     trace: bool = True
     global_batch: int | None = None
+    batch: str | None = None
 
     def __post_init__(self) -> None:
         _ = self.method  # refuses an unknown strategy
         check_seed(self.seed)
+        if self.batch not in (None, "by-speed"):
+            raise UsageError(f"batch ({self.batch}) must be by-speed")
         why = "its workers do not learn who is lost" if not self.method.divides_anew else ""
         if not self.method.synchronous:
             why = "it is asynchronous, and its workers take batches one by one"
-        if self.global_batch is not None and why:
+        if why and (self.global_batch is not None or self.by_speed):
             name = strategy_name(self.method)
-            raise UsageError(
-                f"global_batch ({self.global_batch}) must not be used with {name}: {why}"
-            )
+            option = "batch (by-speed)" if self.by_speed else f"global_batch ({self.global_batch})"
+            raise UsageError(f"{option} must not be used with {name}: {why}")
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether the workers' shares of a global batch follow their speeds."""
+        return self.batch is not None
 
     def check_global_batch(self, workers: int) -> None:
         """Refuse a global batch that has no sample for some worker."""

@@ -39,6 +39,8 @@ class CatchingUp:
             self._steps_left = session.running.steps
             places = [Position() for _ in places]
         session.running.skipping = True
+        if session.shares is not None:
+            session.shares.load(state["shares"])
         session.go_on_from(places, state["epochs_done"])
 
     def step_skipped(self) -> None:

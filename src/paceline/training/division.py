@@ -6,7 +6,9 @@ same global batches and the same parts of them without a message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,15 +42,39 @@ def shard_epoch(order: Indices, size: int, workers: int, rank: int) -> list[Indi
     return [part for part in parts if len(part)]
 
 
-def part_of(batch: Indices, workers: int, index: int) -> Indices:
+def part_of(batch: Indices, workers: int, index: int, shares: Sequence[int] = ()) -> Indices:
     """The part of a global batch for the worker at ``index``; the first may get one more.
+
+    With ``shares``, the parts are in proportion to these, and none is empty.
 
     >>> [part_of(np.arange(8), 3, index).tolist() for index in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
+    >>> [part_of(np.arange(8), 2, index, (1, 5)).tolist() for index in range(2)]
+    [[0], [1, 2, 3, 4, 5, 6, 7]]
     """
+    if shares and len(batch) >= workers:
+        sizes = sizes_of(len(batch), tuple(shares))
+        first = sum(sizes[:index])
+        return batch[first : first + sizes[index]]
     each, more = divmod(len(batch), workers)
     first = index * each + min(index, more)
     return batch[first : first + each + (index < more)]
+
+
+@lru_cache(maxsize=64)
+def sizes_of(samples: int, shares: tuple[int, ...]) -> list[int]:
+    """How many samples each has, such that none is far behind: at least one.
+
+    >>> sizes_of(128, (1, 1, 2, 10)), sizes_of(5, (1, 1, 98))
+    ([9, 9, 18, 92], [1, 1, 3])
+    """
+    everyone = range(len(shares))
+    sizes = [max(1, samples * share // sum(shares)) for share in shares]
+    while sum(sizes) < samples:
+        sizes[min(everyone, key=lambda i: Fraction(sizes[i] + 1, shares[i]))] += 1
+    while sum(sizes) > samples:  # for some have one although their share is less
+        sizes[max(everyone, key=lambda i: Fraction(sizes[i] * (sizes[i] > 1), shares[i]))] -= 1
+    return sizes
 
 
 Member = tuple[int, int]
@@ -56,10 +82,17 @@ Member = tuple[int, int]
 
 
 class LastCollective(NamedTuple):
-    """The last collective of all workers: its number, and the members after it."""
+    """The last collective of all workers.
+
+    Attributes:
+        number: of it.
+        members: after it.
+        shares: of a global batch that they have from then on; empty where these are equal.
+    """
 
     number: int
     members: tuple[Member, ...]
+    shares: tuple[int, ...] = ()
 
 
 class GlobalBatch(NamedTuple):
@@ -78,7 +111,8 @@ class Division:
     A worker that is lost has not contributed its parts of the batches since the last collective.
     These come again at the end of the epoch in which the others notice the loss, and the rest of
     the epoch is divided among those that are left. In the same way it is divided among more, when
-    a worker was taken in. Batches that a loader has prefetched by then are divided anew.
+    a worker was taken in, and in other parts, when the members' shares have changed. Batches that a
+    loader has prefetched by then are divided anew.
 
     Args:
         worker: this worker.
@@ -121,7 +155,7 @@ class Division:
         self._given, self._last = [*self._saved[0]], self._saved[1]
 
     def regroup(self) -> bool:
-        """Between two batches: whether there are other members now, and the rest is theirs.
+        """Between two batches: whether the rest of the epoch is to be divided in another way now.
 
         Then what was drawn and the loop has not had yet is to be drawn again.
         """
@@ -131,7 +165,7 @@ class Division:
             return False
         had = [batch for batch in self._given if batch.end <= self.used]
         ahead, kept = self._given[len(had) :], had if now.number == last.number else []
-        if now.members is last.members or now.members == last.members:
+        if now.members == last.members and now.shares == last.shares:
             self._given = [*kept, *ahead]
             return False
         self._order = np.concatenate([self._order, *self._lost(last, now)])
@@ -143,7 +177,7 @@ class Division:
         workers, here = len(last.members), {*now.members}
         lost = [index for index, member in enumerate(last.members) if member not in here]
         had = [batch.samples for batch in self._given if batch.end <= self.used]
-        parts = [part_of(batch, workers, index) for batch in had for index in lost]
+        parts = [part_of(batch, workers, index, last.shares) for batch in had for index in lost]
         return [part for part in parts if len(part)]
 
     def unseen(self) -> int:
@@ -162,7 +196,7 @@ class Division:
             batch = self._order[self._end : self._end + size]
             self._end += size
             self._given.append(GlobalBatch(self._end, batch))
-            own = part_of(batch, workers, index)
+            own = part_of(batch, workers, index, self._last.shares)
             if len(own):
                 yield own, self._end
 
@@ -188,14 +222,15 @@ class Division:
             "used": self.used,
             "again": torch.from_numpy(self._order[self._epoch_samples :].copy()),
             "given": [torch.from_numpy(batch.copy()) for batch in had],
-            "last": [last.number, [[*member] for member in last.members]],
+            "last": [last.number, [[*member] for member in last.members], [*last.shares]],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Know what was given out when ``state`` was saved."""
-        number, members = state["last"]
+        number, members, *shares = state["last"]  # an earlier version has saved no shares
         self._given = [GlobalBatch(0, batch.numpy()) for batch in state["given"]]
-        self._last = LastCollective(number, tuple((rank, life) for rank, life in members))
+        lives = tuple((rank, life) for rank, life in members)
+        self._last = LastCollective(number, lives, tuple(*shares))
 
 
 def renumbered(
@@ -208,6 +243,6 @@ def renumbered(
         then: the incarnations of the members when it was saved.
         now: their incarnations in this run.
     """
-    number, members = state["last"]
+    number, members, *shares = state["last"]
     last = [[rank, now.get(rank, 0) if then.get(rank) == life else 0] for rank, life in members]
-    return {**state, "last": [number, last]}
+    return {**state, "last": [number, last, *shares]}

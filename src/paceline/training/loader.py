@@ -103,10 +103,12 @@ class PacedLoader:
         self.plain = loader
         streams = isinstance(loader.dataset, IterableDataset)
         self._source: _Stream | _Map = _Stream(self) if streams else _Map(self)
-        if session.global_batch is not None and self.division is None:
+        by_speed = session.shares is not None
+        if self.division is None and (session.global_batch is not None or by_speed):
+            option = "batch (by-speed)" if by_speed else f"global_batch ({session.global_batch})"
             raise UsageError(
-                f"global_batch ({session.global_batch}) needs data that workers divide: a map-style"
-                ' data set, data="shard", and no batch_sampler'
+                f"{option} needs data that workers divide: a map-style data set,"
+                ' data="shard", and no batch_sampler'
             )
         self.queue = number if sharing == "queue" else None
         self._pass: Pass | None = None
@@ -254,8 +256,9 @@ class PacedLoader:
 
     def last_collective(self) -> LastCollective:
         """The last collective of all workers, as this one knows it."""
-        session = self._session
-        return LastCollective(session.all_ranks.collectives_done, session.who_divides())
+        session, members = self._session, self._session.who_divides()
+        shares = () if session.shares is None else session.shares.of(members)
+        return LastCollective(session.all_ranks.collectives_done, members, shares)
 
     def __len__(self) -> int:
         """This worker's batches in its next epoch; with a queue, an equal share of all."""

@@ -42,6 +42,7 @@ from paceline.training.hooks import Loads
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.pending import DrawnBatch, Pass, PendingBatches
+from paceline.training.shares import Shares
 from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -87,11 +88,13 @@ class Session(RankListener):
         elastic: whether the run goes on among those that are left when a rank is lost.
         checkpointing: makes the rank's part of checkpoints, if there are any.
         global_batch: the samples of all workers in a step; None: what their loaders say.
+        by_speed: whether the workers' shares of a global batch follow their speeds.
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
         catching: how this worker comes to a state that it did not reach by training.
         growth: how a synchronous method takes workers in; None where it does not.
+        shares: of a global batch, where they follow the speeds of the workers; None elsewhere.
         may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
@@ -113,6 +116,7 @@ class Session(RankListener):
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
         global_batch: int | None = None,
+        by_speed: bool = False,
     ) -> None:
         self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
@@ -121,7 +125,8 @@ class Session(RankListener):
         self.may_return = self.rank < workers and not strategy.synchronous
         self.device = torch.device(device)
         starters = ports.members.starters
-        agreed = strategy.synchronous and (elastic or len(starters) < ports.size)
+        some_may_miss = elastic or by_speed or len(starters) < ports.size
+        agreed = strategy.synchronous and some_may_miss
         first = [] if ports.members.late else [(rank, 1) for rank in starters]
         self.all_ranks = Comm(ports, elastic=elastic, seats=Seats(first) if agreed else None)
         self.listener, self.checkpointing = listener, checkpointing
@@ -140,6 +145,7 @@ class Session(RankListener):
         self.catching = CatchingUp(self)
         grows = agreed and elastic and self.rank < workers and strategy.takes_workers_in
         self.growth = Growth(self) if grows else None
+        self.shares = Shares(self) if by_speed and self.rank < workers else None
         self.finished = False
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
 
@@ -329,6 +335,8 @@ class Session(RankListener):
         """Mark the batches of the step as used; share buffers; make a checkpoint, if due."""
         self.pending.after_step()
         self.buffers.after_step()
+        if self.shares is not None:
+            self.shares.after_step()
         if self.checkpointing is not None or self.growth is not None:
             self._stepped = True
             if not any(loader.under_way for loader in self.loaders.values()):
@@ -436,6 +444,7 @@ class Session(RankListener):
             "epochs_done": self.epochs_done,
             "collectives_done": self.all_ranks.collectives_done,
             "incarnations": dict(self.who_divides()),
+            **({} if self.shares is None else {"shares": self.shares.state()}),
         }
 
     def who_divides(self) -> tuple[tuple[int, int], ...]:

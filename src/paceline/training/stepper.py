@@ -97,6 +97,9 @@ class Stepper:
         self._session.loads.check_step()
         samples, self._drawn = self._drawn, 0
         self.batch_size = max(self.batch_size, samples)
+        shares = self._session.shares
+        if shares is not None:
+            shares.await_device()
         begin = self._mark()
         self.first = self.first or begin
         self.replica.flat.check()
@@ -118,6 +121,8 @@ class Stepper:
         self._recorder.note(
             "step", step=self.steps, samples=samples, step_s=step_s, wait_s=wait_s, apply_s=apply_s
         )
+        if shares is not None:
+            shares.note(samples, self.last.time_s - self.last.wait_s)
         self.steps += 1
         self.history.note(self.last.time_s, self.samples, self._recorder.meter.bytes_sent)
         self._session.after_step()
