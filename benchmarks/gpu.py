@@ -1,14 +1,15 @@
 """Check every method on a GPU against the same run on the CPU.
 
     python benchmarks/gpu.py [--device cuda] [--strategies "sasgd,easgd(sync=true)"]
-        [--optimizers momentum,adam] [--transport distributed]
+        [--optimizers momentum,adam] [--transport distributed] [--amp]
 
 A small MLP trains from fixed seeds on fixed data, with SGD with momentum and with Adam, by one
 worker on the device and by two that share it. One worker, and two of a synchronous method, must end
 with the parameters of the CPU: the norm of a tensor's difference is at most 1e-4 of its own norm.
 The messages of two asynchronous workers may arrive in any order: their loss must be within 0.4 of
-that on the CPU, which falls from 1.5 to less than 0.4. Prints one line for each case, and a
-summary; the exit code is 1 if one has failed. ``--device cpu`` compares the CPU with itself.
+that on the CPU, which falls from 1.5 to less than 0.4. So must be that of each case with ``--amp``:
+half precision on the device, with a gradient scaler. Prints one line for each case, and a summary;
+the exit code is 1 if one has failed. ``--device cpu`` compares the CPU with itself.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Verdict(NamedTuple):
 # The training ------------------------------------------------------------------------------------
 
 
-def train(worker: pl.Worker, optimizer: str) -> None:
+def train(worker: pl.Worker, optimizer: str, amp: bool) -> None:
     """Train on a fixed shard, and log the loss of the method's answer on all of the data."""
+    scaler = torch.amp.GradScaler(worker.device.type, enabled=amp)
     torch.manual_seed(SEED)
     net: nn.Module = nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)
@@ -93,8 +95,11 @@ def train(worker: pl.Worker, optimizer: str) -> None:
     for _ in range(EPOCHS):
         for x, y in worker.setup_dataloaders(loader, data="static", epochs=EPOCHS):
             stepper.zero_grad()
-            cross_entropy(net(x), y).backward()
-            stepper.step()
+            with torch.autocast(worker.device.type, torch.float16, enabled=amp):
+                loss = cross_entropy(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(stepper)
+            scaler.update()
     worker.finish()
     if worker.rank == 0:
         x, y = (tensor.to(worker.device) for tensor in data.tensors)
@@ -109,7 +114,7 @@ def samples() -> TensorDataset:
     return TensorDataset(x, (x @ directions).argmax(1))
 
 
-def outcome(case: Case, device: str, transport: str) -> Outcome:
+def outcome(case: Case, device: str, transport: str, amp: bool) -> Outcome:
     """Run a case in processes of its own."""
     with TemporaryDirectory() as folder:
         result = pl.launch(
@@ -120,7 +125,7 @@ def outcome(case: Case, device: str, transport: str) -> Outcome:
             device=device,
             seed=SEED,
             limits=PATIENCE,
-            arguments={"optimizer": case.optimizer},
+            arguments={"optimizer": case.optimizer, "amp": amp},
             out=folder,
         )
         return Outcome(result.loss, load_file(Path(folder) / "model.safetensors"))
@@ -129,16 +134,17 @@ def outcome(case: Case, device: str, transport: str) -> Outcome:
 # The comparison ----------------------------------------------------------------------------------
 
 
-def check(case: Case, device: str, transport: str) -> Verdict:
+def check(case: Case, device: str, transport: str, amp: bool) -> Verdict:
     """Run a case on the device and on the CPU, and compare the parameters or the losses."""
     try:
-        ours = outcome(case, device, transport)
+        ours = outcome(case, device, transport, amp)
     except pl.PacelineError as error:
         return Verdict(False, f"on {device}: {' '.join(str(error).split())[:300]}")
-    cpu = outcome(case, "cpu", transport)
+    cpu = outcome(case, "cpu", transport, amp=False)
     if not (ours.finite and cpu.finite):
         return Verdict(False, "not finite")
-    return compare_parameters(ours, cpu) if case.deterministic else compare_losses(ours, cpu)
+    exact = case.deterministic and not amp
+    return compare_parameters(ours, cpu) if exact else compare_losses(ours, cpu)
 
 
 def compare_parameters(ours: Outcome, cpu: Outcome) -> Verdict:
@@ -168,11 +174,12 @@ def compare_losses(ours: Outcome, cpu: Outcome) -> Verdict:
 def main() -> int:
     options = read_options()
     device = use_one_gpu(options.device)
-    print(f"{name_of(device)}, torch {torch.__version__}, transport {options.transport}")
+    precision = "half precision, " if options.amp else ""
+    print(f"{name_of(device)}, torch {torch.__version__}, {precision}transport {options.transport}")
     began_s, failed = time.monotonic(), 0
     cases = list(cases_of(options.strategies, options.optimizers))
     for case in cases:
-        verdict = check(case, device, options.transport)
+        verdict = check(case, device, options.transport, options.amp)
         failed += not verdict.passed
         print(f"{case} {'PASS' if verdict.passed else 'FAIL'}  {verdict.reason}", flush=True)
     passed, seconds = len(cases) - failed, time.monotonic() - began_s
@@ -187,6 +194,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--strategies", default=",".join(strategy_names()))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--transport", default="distributed", choices=TRANSPORTS)
+    parser.add_argument("--amp", action="store_true")
     return parser.parse_args()
 
 

@@ -123,7 +123,7 @@ def test_the_gpu_check_compares_the_cpu_with_itself(tmp_path):
 def outcomes(gpu, ours, cpu):
     """Replaces the runs: the outcome on the device, and on the CPU."""
 
-    def outcome(case, device, transport):
+    def outcome(case, device, transport, amp):
         planned = cpu if device == "cpu" else ours
         if isinstance(planned, Exception):
             raise planned

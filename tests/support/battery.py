@@ -33,7 +33,7 @@ def digest(net: nn.Module) -> str:
 
 
 def flat(net: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()]).clone()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()]).cpu()
 
 
 def learn(net: nn.Module, optimizer: Any, x: Tensor) -> None:
@@ -94,12 +94,12 @@ def train_alone(worker: pl.Worker) -> None:
     """Train as the only worker, and then with the plain loop, to compare both."""
     digests = []
     for paced in (True, False):
-        net = net_of(3)
+        net = net_of(3).to(worker.device)
         optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
         if paced:
             net, optimizer = worker.setup(net, optimizer)
         for step in range(STEPS):
-            learn(net, optimizer, torch.full((BATCH, 4), 0.1 * step))
+            learn(net, optimizer, torch.full((BATCH, 4), 0.1 * step, device=worker.device))
         if paced:
             worker.finish()
         digests.append(digest(net))

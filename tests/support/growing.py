@@ -91,19 +91,38 @@ def finals(run: pl.Result) -> dict[int, Tensor]:
 def steps(run: pl.Result) -> dict[int, dict[int, list[int]]]:
     """The samples that each worker had in each step, by step and rank."""
     found: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
-    for m in run.metrics:
-        if "samples_of_step" in m:
-            found[m["step"]][m["rank"]] = [int(text) for text in str(m["samples_of_step"]).split()]
+    for record in counted(run):
+        found[record["step"]][record["rank"]] = samples_of(record)
     return found
 
 
 def seen(run: pl.Result) -> dict[int, Counter[int]]:
     """How often each sample was trained on in each epoch."""
     found: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for m in run.metrics:
-        if "samples_of_step" in m:
-            found[int(m["epoch"])].update(int(t) for t in str(m["samples_of_step"]).split())
+    for record in counted(run):
+        found[int(record["epoch"])].update(samples_of(record))
     return found
+
+
+def counted(run: pl.Result) -> list[dict[str, Any]]:
+    """The records of the steps that count.
+
+    A worker that is killed between two steps may have made the first one without the others: what
+    they needed for it was still on its way. Then they make that step without the worker, and its
+    samples come again.
+    """
+    records = [m for m in run.metrics if "samples_of_step" in m]
+    lost = {event["rank"] for event in run.events if event["event"] == "lost"}
+    return [r for r in records if not (r["rank"] in lost and _came_again(r, records))]
+
+
+def _came_again(record: dict[str, Any], records: list[dict[str, Any]]) -> bool:
+    later = [r for r in records if r["epoch"] == record["epoch"] and r["step"] > record["step"]]
+    return {*samples_of(record)} <= {sample for r in later for sample in samples_of(r)}
+
+
+def samples_of(record: dict[str, Any]) -> list[int]:
+    return [int(text) for text in str(record["samples_of_step"]).split()]
 
 
 def plain_training(run: pl.Result) -> Tensor:
