@@ -288,6 +288,65 @@ def compare(
     screen.emit({"rows": comparison.rows, "report": str(comparison.report)})
 
 
+@command(app, epilog=_CLUSTERS)
+def plan(
+    training: TrainingOptions,
+    cluster: Annotated[
+        str,
+        Option("--cluster", "-c", help="Where the run would be: see paceline calibrate."),
+    ] = CLUSTER,
+    target: Annotated[
+        float | None,
+        Option("--target", help="The accuracy to reach. [default: 0.8, built-in task]"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        Option(
+            "--strategy",
+            "--strategies",
+            "-s",
+            help="Methods, separated by commas or repeated. [default: all, at several intervals]",
+        ),
+    ] = None,
+    workers: Annotated[
+        list[str] | None,
+        Option("--workers", "-w", help="Numbers of workers, likewise. [default: 2,4,8]"),
+    ] = None,
+    as_model: AsModel = None,
+    price: Annotated[
+        float | None, Option("--price", help="Of one process for an hour, in any currency.")
+    ] = None,
+    mtbf: Annotated[
+        str | None,
+        Option("--mtbf", metavar="TIME", help="Mean time between failures of a process: 12h."),
+    ] = None,
+    seeds: Annotated[str, Option("--seeds", help="How many seeds (3), or which (0,1,2).")] = "3",
+    check: Annotated[
+        bool, Option("--check", help="Make the best runs for real, on this machine.")
+    ] = False,
+) -> None:
+    """Say which method, how many workers and which interval reach an accuracy soonest."""
+    from paceline.cli import compare as c
+    from paceline.cli import plan as p
+
+    task = find_task(training)
+    if training.settings:
+        raise UsageError("--set is for one method: write its options as in sasgd(interval=8)")
+    if training.out is not None:
+        raise UsageError(f"--out ({training.out}) is not used: a plan writes nothing")
+    if target is None and training.script is not None:
+        raise UsageError("--target is missing: the accuracy that your script is to reach")
+    p.show_plan(
+        training.screen(),
+        task,
+        with_model(load_cluster(cluster), as_model),
+        p.goal_of(c.TARGET if target is None else target, price, mtbf),
+        p.candidates_of(strategy or [], workers or ["2,4,8"]),
+        c.seeds_of(seeds, training.seed),
+        check,
+    )
+
+
 @command(app)
 def drill(
     output: OutputOptions,

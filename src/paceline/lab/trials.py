@@ -36,6 +36,7 @@ class Trial:
         seed: the seed of the run.
         arguments: keyword arguments of the training function; JSON data.
         faults: the faults to inject.
+        on_loss, max_restarts: what the run does about losses.
         train: where to find the training function; by default that of the built-in task.
     """
 
@@ -45,11 +46,15 @@ class Trial:
     seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    on_loss: str | None = None
+    max_restarts: int = 0
     train: Reference = field(default_factory=lambda: BUILT_IN)
 
     def config(self) -> dict[str, Any]:
         """Everything that decides the outcome, except the versions of the software."""
+        policy = {"on_loss": self.on_loss, "max_restarts": self.max_restarts}
         return {
+            **{name: value for name, value in policy.items() if value},
             "train": self.train,
             "strategy": pack_strategy(self.strategy),
             "workers": self.workers,
@@ -85,6 +90,8 @@ class Trial:
                 cluster=self.cluster,
                 seed=self.seed,
                 faults=self.faults,
+                on_loss=self.on_loss,
+                max_restarts=self.max_restarts,
                 arguments=self.arguments,
             )
         except PacelineError as error:

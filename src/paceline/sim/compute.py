@@ -43,9 +43,13 @@ class Costs:
             for _ in range(self._drawn):
                 self._draw_factor()
 
+    def usual_s(self, samples: float) -> float:
+        """How long forward and backward of ``samples`` take in the mean, without faults."""
+        return self._step_s + self._sample_s * samples
+
     def gradient_s(self, samples: int) -> float:
         """How long forward and backward of ``samples`` take in this step."""
-        seconds = (self._step_s + self._sample_s * samples) * self.slowdown
+        seconds = self.usual_s(samples) * self.slowdown
         if self._draw_factor is None:
             return seconds
         self._drawn += 1

@@ -14,7 +14,7 @@ RATES = st.floats(1, 1e6)
 
 
 def row(strategy, predicted, *measured, workers=2):
-    return Row(Setup(SUBJECT, workers, strategy), predicted, list(measured))
+    return Row(predicted, list(measured), setup=Setup(SUBJECT, workers, strategy))
 
 
 def test_the_error_is_a_signed_share_of_the_measured_value():

@@ -40,29 +40,27 @@ class Setup:
 
 
 @dataclass
-class Row:
+class Prediction:
     """A prediction and its measurements.
 
     Attributes:
-        setup: the run.
-        predicted: the predicted throughput, samples per second.
-        measured: the throughput of each real run.
+        predicted: the predicted value.
+        measured: the value of each real run.
         busy: the share of the cores that other work used just before each real run.
     """
 
-    setup: Setup
     predicted: float
     measured: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        """The median of the measured throughputs, samples per second."""
+        """The median of the measured values."""
         return statistics.median(self.measured)
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the measured throughputs, relative to the median."""
+        """The standard deviation of the measured values, relative to the median."""
         return statistics.stdev(self.measured) / self.median if len(self.measured) > 1 else 0.0
 
     @property
@@ -76,9 +74,8 @@ class Row:
         return abs(self.error) <= max(ALLOWED, 2 * self.spread)
 
     def to_json(self) -> dict[str, Any]:
-        """The row as ``--json`` prints it."""
+        """The figures as ``--json`` prints them."""
         return {
-            "what": self.setup.what,
             "predicted": self.predicted,
             "measured": self.median,
             "error": self.error,
@@ -86,6 +83,26 @@ class Row:
             "within": self.within,
             "runs": self.measured,
             "busy": statistics.mean(self.busy) if self.busy else None,
+        }
+
+    def same_order(self, other: Prediction) -> bool:
+        """Whether the larger of two was predicted to be larger; those within a spread are equal."""
+        difference = self.median - other.median
+        if abs(difference) <= max(self.spread * self.median, other.spread * other.median):
+            return True
+        return (self.predicted > other.predicted) == (difference > 0)
+
+
+@dataclass(kw_only=True)
+class Row(Prediction):
+    """The throughput of a set-up, in samples per second."""
+
+    setup: Setup
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "what": self.setup.what,
+            **super().to_json(),
             "model": self.setup.subject.name,
             "strategy": self.setup.strategy,
             "workers": self.setup.workers,
@@ -109,7 +126,7 @@ def predict(setups: Sequence[Setup], calibrations: Mapping[str, Calibration]) ->
     for setup, outcome in zip(setups, run_trials(trials), strict=True):
         if outcome.result is None:
             raise PacelineError(f"{setup.what}: {outcome.error}")
-        rows.append(Row(setup, _throughput(setup, outcome.result)))
+        rows.append(Row(_throughput(setup, outcome.result), setup=setup))
     return rows
 
 
@@ -158,14 +175,7 @@ def rank_methods(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "where": scenario,
             "predicted": [r.setup.strategy for r in sorted(own, key=lambda r: -r.predicted)],
             "measured": [r.setup.strategy for r in sorted(own, key=lambda r: -r.median)],
-            "right": all(_same_order(*pair) for pair in combinations(own, 2)),
+            "right": all(one.same_order(other) for one, other in combinations(own, 2)),
         }
         for scenario, own in scenarios.items()
     ]
-
-
-def _same_order(one: Row, other: Row) -> bool:
-    difference = one.median - other.median
-    if abs(difference) <= max(one.spread * one.median, other.spread * other.median):
-        return True
-    return (one.predicted > other.predicted) == (difference > 0)

@@ -1,0 +1,1 @@
+"""Which method, on how many workers, for a task on a cluster: predicted by simulations."""
