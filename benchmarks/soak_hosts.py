@@ -34,6 +34,8 @@ from paceline.record.trace import read
 HOSTS = 3
 LASTS_S = (1.0, 12.0)
 """How long a stop or a cut lasts: shorter or longer than ``dead_s``."""
+QUIET_S = 90.0
+"""No fault comes so shortly before the end: on a busy machine a host takes long to join anew."""
 GROWTH = 1.2
 """Memory and descriptors may grow by this factor from the second quarter of a run to the last."""
 
@@ -76,7 +78,7 @@ def harm(
 ) -> list[Mapping[str, Held]]:
     """Inject faults until shortly before the end; return what the processes held meanwhile."""
     began_s, samples = time.monotonic(), []
-    last_s = seconds - every_s - LASTS_S[1]
+    last_s = seconds - max(QUIET_S, every_s + LASTS_S[1])
     while (now_s := time.monotonic() - began_s) < last_s and not run.is_over:
         samples.append({name: held(pid) for name, pid in lasting(network)})
         kind, host = random.choice((kill, stop, cut, join)), random.randrange(1, HOSTS)

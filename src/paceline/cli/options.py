@@ -134,10 +134,19 @@ class TrainingOptions(OutputOptions):
         Option("--batch-size", help="Samples per batch of a worker. [default: 128 / workers]"),
     ] = None
     model: Annotated[
-        str | None, Option("--model", help="Network of the built-in task: cnn or mlp.")
+        str | None,
+        Option(
+            "--model",
+            help="Network: cnn or mlp of the built-in task; resnet20, resnet18 (CIFAR-10) or gpt"
+            " (characters), with --data.",
+        ),
     ] = None
     data: Annotated[
-        str | None, Option("--data", help="Folder with the whole Fashion-MNIST as IDX files.")
+        str | None,
+        Option(
+            "--data",
+            help="Folder with the whole Fashion-MNIST as IDX files, with CIFAR-10, or with a text.",
+        ),
     ] = None
     full: Annotated[
         bool, Option("--full", help="Use the whole Fashion-MNIST, if this machine has it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.compare import split_specs, workers_of
@@ -181,6 +182,13 @@ def _how_sure(first: Estimate, second: Estimate) -> str:
     )
     if margin.low <= 1:
         return f"Not sure: the two are too close to tell, {interval}."
+    gaps = [gap for result in first.results for gap in result.evaluation_gaps()]
+    apart_s = mean(second.times.values()) - mean(first.times.values())
+    if gaps and apart_s < median(gaps):
+        return (
+            f"Not sure: {interval}, but accuracy was measured every {seconds(median(gaps))}, and"
+            " the two are closer than that."
+        )
     if margin.seeds < MIN_SEEDS:
         return f"Not sure: {interval}, and it takes at least {MIN_SEEDS} seeds to be sure."
     return f"Sure: {interval}."

@@ -18,7 +18,14 @@ from paceline.common.options import above, at_least, finite
 from paceline.common.reading import read_bytes
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
-from paceline.lab.tasks.recipe import BUILT_IN, check_folder, check_model, find_folder
+from paceline.lab.tasks.recipe import (
+    BUILT_IN,
+    DEEP,
+    DEEP_TASK,
+    check_folder,
+    check_model,
+    find_folder,
+)
 from paceline.record.folder import check_out
 
 
@@ -41,6 +48,11 @@ def find_task(chosen: TrainingOptions) -> Task:
             raise UsageError("--full must be used with the built-in task, not with a script")
         _check_script(script, arguments)
         return Task(script.name, {"script": str(script.resolve()), "name": "train"}, arguments)
+    if (recipe := DEEP.get(arguments.get("model", ""))) is not None:
+        if chosen.full:
+            raise UsageError("--full is for Fashion-MNIST: name the folder with --data")
+        recipe.check_data(Path(arguments["data"]) if "data" in arguments else None)
+        return Task(arguments["model"], DEEP_TASK, arguments)
     if "model" in arguments:
         check_model(arguments["model"])
     if chosen.full:

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -168,6 +169,11 @@ class Result:
     def bytes_to(self, accuracy: float) -> int | None:
         """What all ranks had sent by the first record with at least this accuracy."""
         return (self.first_with(accuracy) or {}).get("all_bytes")
+
+    def evaluation_gaps(self) -> list[float]:
+        """The times between two records with an accuracy."""
+        times = [m["t"] for m in self.metrics if m.get("accuracy") is not None]
+        return [later - earlier for earlier, later in pairwise(times) if later > earlier]
 
     def to_json(self) -> dict[str, Any]:
         """The fields that ``--json`` prints: those with ``repr=True``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from paceline.common.format import seconds
@@ -162,10 +161,8 @@ def _too_close(
     material: Material, setting: Setting, first: MethodTimes, second: MethodTimes
 ) -> str:
     """A remark if the first two are closer than the time between two evaluations."""
-    gaps = []
-    for result in material.results(setting, first.method):
-        times = [m["t"] for m in result.metrics if m.get("accuracy") is not None]
-        gaps += [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    results = material.results(setting, first.method)
+    gaps = [gap for result in results for gap in result.evaluation_gaps()]
     if not gaps or second.spread.mean - first.spread.mean >= median(gaps):
         return ""
     return (

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import paceline as pl
+from paceline.cli.plan import _how_sure, goal_of
 from paceline.errors import UsageError
 from paceline.lab.plan.estimate import Candidate, Estimate, Goal
 from paceline.lab.plan.search import default_specs, failures, lead, near_best, order
@@ -115,6 +116,15 @@ def test_the_lead_is_that_of_the_seeds_that_both_have():
     assert lead(estimate(2.0, 4.0), estimate(3.0, 6.0, 1.0)).mean == pytest.approx(1.5)
 
 
+def test_what_is_closer_than_two_evaluations_is_not_told_apart():
+    first, close, far = estimate(1.0, 1.0, 1.0), estimate(*[1.2] * 3), estimate(*[1.4] * 3)
+    for result in first.results:
+        result.metrics.append({"t": 2.3, "accuracy": 0.95})
+    assert "Not sure: over 3 seeds it was 1.20 to 1.20 times" in _how_sure(first, close)
+    assert "accuracy was measured every 300.0 ms" in _how_sure(first, close)
+    assert _how_sure(first, far).startswith("Sure: over 3 seeds it was 1.40 to 1.40 times")
+
+
 def test_failures_come_as_often_as_the_mean_time_says():
     candidate = Candidate("downpour", make_strategy("downpour"), 40)
     drawn = list(failures(candidate, 100.0, seed=1))
@@ -183,8 +193,6 @@ def test_a_target_out_of_reach_is_told_with_what_was_reached(paceline, tmp_path)
     assert "no way reached accuracy 0.5 in every run: the best was 0.300" in said
 
 
-def test_a_price_must_be_a_number():
+def test_a_target_is_an_accuracy():
     with pytest.raises(UsageError, match="target"):
-        from paceline.cli.plan import goal_of
-
         goal_of(1.5, None, None)

@@ -109,7 +109,7 @@ def near_best(estimates: Sequence[Estimate]) -> list[Estimate]:
     return [
         estimate
         for estimate in estimates
-        if any(_is_near(value, estimate, estimates) for value in (_seconds, _cost))
+        if any(_is_near(value, estimate, estimates) for value in (_time, _cost))
     ]
 
 
@@ -122,19 +122,19 @@ def _is_near(
 
 def order(estimate: Estimate) -> tuple[bool, float, float]:
     """The best one first: those that reach the target, by time, then by cost."""
-    seconds, cost = _seconds(estimate), _cost(estimate)
+    seconds, cost = _time(estimate), _cost(estimate)
     return seconds is None, seconds or 0.0, cost or 0.0
+
+
+def _time(estimate: Estimate) -> float | None:
+    return None if estimate.seconds is None else estimate.seconds.mean
+
+
+def _cost(estimate: Estimate) -> float | None:
+    return None if estimate.cost is None else estimate.cost.mean
 
 
 def lead(first: Estimate, second: Estimate) -> Spread:
     """How many times faster the first one is, over the seeds that both have."""
     seeds = [seed for seed in first.times if seed in second.times]
     return ratio([second.times[s] for s in seeds], [first.times[s] for s in seeds])
-
-
-def _seconds(estimate: Estimate) -> float | None:
-    return None if estimate.seconds is None else estimate.seconds.mean
-
-
-def _cost(estimate: Estimate) -> float | None:
-    return None if estimate.cost is None else estimate.cost.mean

@@ -38,12 +38,20 @@ Raw = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], NDArray[np.
 
 
 class Images(NamedTuple):
-    """Normalized images and their labels."""
+    """Samples, as normalized images, and their labels."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+
+
+def as_images(
+    x_train: NDArray[Any], y_train: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]
+) -> Images:
+    """Samples and labels as tensors."""
+    labels = [torch.from_numpy(y.astype(np.int64)) for y in (y_train, y_test)]
+    return Images(torch.from_numpy(x_train), labels[0], torch.from_numpy(x_test), labels[1])
 
 
 def train(
@@ -107,8 +115,9 @@ def evaluate(net: nn.Module, images: Images, device: torch.device) -> tuple[floa
     with torch.no_grad():
         outputs = torch.cat([net(x.to(device)).cpu() for x in images.x_test.split(500)])
     net.train()
-    accuracy = (outputs.argmax(1) == images.y_test).double().mean()
-    return float(cross_entropy(outputs, images.y_test)), float(accuracy)
+    accuracy = (outputs.argmax(-1) == images.y_test).double().mean()
+    loss = cross_entropy(outputs.flatten(0, -2), images.y_test.flatten())
+    return float(loss), float(accuracy)
 
 
 def make_model(name: str) -> nn.Module:

@@ -8,10 +8,13 @@ if the method asks for that.
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, unknown
+from paceline.lab.tasks.files import cifar_file, text_file
 from paceline.strategies import STRATEGIES, make_strategy, strategy_name
 
 if TYPE_CHECKING:
@@ -33,7 +36,77 @@ IDX_FILES = (
 BUILT_IN = {"module": "paceline.lab.tasks.fashion", "name": "train"}
 """The reference to the training function of the task."""
 MODELS = ("cnn", "mlp")
+DEEP_TASK = {"module": "paceline.lab.tasks.deep", "name": "train"}
+"""The reference to the training function of the models in :data:`DEEP`."""
 DEFAULT_RATE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a larger network is trained.
+
+    Attributes:
+        data: ``cifar10``, or ``text``.
+        optimizer: ``sgd`` with momentum 0.9, or ``adamw``.
+        lr: the highest rate, of a worker in lockstep; a method's ``lr_factor`` changes it.
+        warm_up: the share of the run in which the rate rises to that.
+        drops: the shares of the run after which it falls to a tenth; without any, it falls along a
+            cosine to a tenth at the end.
+        batch_size: of one worker.
+    """
+
+    data: str
+    epochs: int
+    lr: float
+    optimizer: str = "sgd"
+    weight_decay: float = 0.0
+    warm_up: float = 0.0
+    drops: tuple[float, ...] = ()
+    batch_size: int = 32
+
+    @property
+    def augments(self) -> bool:
+        """Whether images are shifted and mirrored."""
+        return self.data == "cifar10"
+
+    def share_of_rate(self, progress: float) -> float:
+        """The share of the highest rate at this point of the run, from 0 to 1.
+
+        >>> resnet = DEEP["resnet20"]
+        >>> [round(resnet.share_of_rate(at), 3) for at in (0.01, 0.3, 0.6, 0.9)]
+        [0.28, 1.0, 0.1, 0.01]
+        """
+        if progress < self.warm_up:
+            return 0.1 + 0.9 * progress / self.warm_up
+        if self.drops:
+            return 0.1 ** sum(progress >= drop for drop in self.drops)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def check_data(self, folder: Path | None) -> None:
+        """Refuse a folder without the data set."""
+        if folder is None:
+            what = "CIFAR-10" if self.data == "cifar10" else "a text"
+            raise UsageError(f"--data is missing: a folder with {what}")
+        (cifar_file if self.data == "cifar10" else text_file)(folder.expanduser())
+
+
+_RESNET = Recipe(
+    data="cifar10", epochs=164, lr=0.1, weight_decay=1e-4, warm_up=0.05, drops=(0.5, 0.75)
+)
+DEEP = {
+    "resnet20": _RESNET,
+    "resnet18": replace(_RESNET, epochs=90, weight_decay=5e-4),
+    "gpt": Recipe(
+        data="text",
+        epochs=20,
+        lr=1e-3,
+        optimizer="adamw",
+        weight_decay=0.1,
+        warm_up=0.05,
+        batch_size=16,
+    ),
+}
+"""The recipes of the networks that need a folder of data."""
 
 
 def batch_of(workers: int) -> int:
@@ -86,4 +159,4 @@ def idx_file(folder: Path, name: str) -> Path:
 def check_model(name: str) -> None:
     """Raise an error if there is no network of this name."""
     if name not in MODELS:
-        raise unknown("model", name, MODELS)
+        raise unknown("model", name, [*MODELS, *DEEP])
