@@ -308,15 +308,19 @@ class SimulationSpec(Started):
         cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
         as_model: a model of :mod:`paceline.sim.models` whose sizes and times the run uses.
         replay: the folder of a real run with the same arguments, whose order of events to follow.
+        batched: ``on`` to compute the gradients of many workers together, ``auto`` to do so where
+            it is possible and faster; see ``docs/batched.md``.
     """
 
     workers: int = 4
     cluster: str | PathLike[str] | Cluster = "ethernet-10g"
     as_model: str | None = None
     replay: str | PathLike[str] | None = None
+    batched: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of("batched", self.batched, ("auto", "on", "off"))
         check_virtual_workers(self.workers, self.method)
         self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)

@@ -26,6 +26,7 @@ class SimulatedQueue(DataQueue):
 
     def close(self) -> None:
         self._own.pass_time()
+        self._own.baton.await_parked(self._rank)
         self._world.closed = True
 
     def closed(self) -> bool:
@@ -33,6 +34,7 @@ class SimulatedQueue(DataQueue):
 
     def mark_finished(self) -> None:
         self._own.pass_time()
+        self._own.baton.await_parked(self._rank)
         self._world.finished |= {self._rank}
         self._world.rendezvous_over = True
         self._world.wake_awaiting()

@@ -41,6 +41,17 @@ class SimulatedRank:
         self.baton.check(self.rank)
         if self.owed_s > 0:
             self.baton.sleep(self.rank, self.settle_debt())
+        else:
+            self.baton.catch_up(self.rank)
+
+    def now_s(self) -> float:
+        """The time of this rank, with what it owes."""
+        return self.baton.now_s(self.rank) + self.owed_s
+
+    def park(self, lookahead_s: float) -> None:
+        """Stop until a joint computation is done, and promise to act only after ``lookahead_s``."""
+        self.baton.park(self.rank, self.now_s() + lookahead_s)
+        self.world.generators.switch_to(self.rank)
 
     def settle_debt(self) -> float:
         """Set the owed time to 0 and return it; the caller must let it pass."""
@@ -78,7 +89,7 @@ class SimulatedRank:
         if (error := loss_check()) is not None:
             raise error
         self.world.loss_checks[self.rank] = loss_check
-        start_s = self.calendar.now_s + after_s
+        start_s = self.baton.now_s(self.rank) + after_s
         try:
             self.baton.wait(self.rank, op, peers, patient, after_s)
         except PeerLost as lost:

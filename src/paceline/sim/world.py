@@ -95,7 +95,7 @@ class World:
         if self.shares_cores:
             self.baton.share_cores(nodes, cluster.cores)
         self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
-        self.generators = Generators([user_seed(seed, rank) for rank in range(size)])
+        self.generators = Generators([user_seed(seed, rank) for rank in range(size + 1)])
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: dict[tuple[int, int], Published] = {}
@@ -410,4 +410,5 @@ class SimulatedPorts(Ports):
 
     def close(self) -> None:
         self.own.pass_time()
+        self.own.baton.await_parked(self.rank)
         self.world.depart(self.rank, FINISHED)

@@ -1,0 +1,241 @@
+"""Which calls of ``model(x)`` are computed together, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.sim.batching.apart import Apart
+from paceline.sim.batching.enrollment import Enrollment
+from paceline.sim.batching.joint import Arguments, Cannot, Joint, Program
+from paceline.sim.batching.likeness import Likeness
+from paceline.sim.batching.member import Batch, Call, Member
+from paceline.sim.batching.proof import Case, drawn, joint_of, prove, refuse_slower
+
+if TYPE_CHECKING:
+    from paceline.sim.generators import Generators
+
+AT_MOST = 64
+"""How many workers are computed together. More fall out of a processor's cache."""
+KINDS = 32
+"""How many kinds of calls there may be: each has a copy of the model."""
+Tell = Callable[[str], None]
+
+
+class BatchedFacts(TypedDict):
+    """How the gradients of a run were computed.
+
+    Attributes:
+        share: of the calls of a model that were computed together with others.
+        mean: how many were computed together, on average.
+        why_not: why some, or all from then on, were computed one at a time.
+    """
+
+    share: float
+    mean: float | None
+    why_not: str | None
+
+
+class Kind:
+    """Calls that compute the same: what they compute, and what is known of it.
+
+    Attributes:
+        is_proven: whether its first joint forward was compared with what workers compute alone.
+    """
+
+    def __init__(self, program: Program, likeness: Likeness) -> None:
+        self.program, self.likeness = program, likeness
+        self.like = likeness.now()
+        self.is_proven = False
+        self.calls: list[Call] = []
+
+
+class Batching:
+    """Computes the gradients of many workers together, where that is the same.
+
+    Args:
+        mode: ``on``, or ``auto`` to compute them one at a time where a joint computation is not
+            possible or not faster.
+        generators: those of all ranks; the last set is that of joint computations.
+        own_generators: the number of that set.
+        tell: called with the reason for which workers compute one at a time from now on.
+    """
+
+    def __init__(self, mode: str, generators: Generators, own_generators: int, tell: Tell) -> None:
+        self._mode, self._tell = mode, tell
+        self._generators, self._own_generators = generators, own_generators
+        self._apart = Apart()
+        self._members: list[Member] = []
+        self._kinds: dict[Hashable, Kind] = {}
+        self._waiting: list[Call] = []
+        self._opened: list[Batch] = []
+        self._why_not: str | None = None
+        self._stopped = False
+        self._alone = self._together = self._joints = 0
+
+    # For the threads of workers ------------------------------------------------------------------
+
+    def enroll(self, rank: int, park: Callable[[float], None], own: Enrollment) -> None:
+        """From now on, compute the gradients of a worker with those of others."""
+        torch.autograd.set_multithreading_enabled(False)  # a backward waits in its own thread
+        if self._stopped:
+            return
+        try:
+            self._members.append(Member(self, rank, own, park))
+        except Cannot as why:
+            self.stop(str(why))
+
+    def admit(self, member: Member, args: Any, kwargs: Any) -> Call | None:
+        """A call to wait with for others; None if it must be computed alone."""
+        if self._stopped:
+            self._alone += 1
+            return None
+        try:
+            call = self._call(member, args, kwargs)
+        except Cannot as why:
+            self._alone += 1
+            self._note(str(why))
+            return None
+        self._waiting.append(call)
+        return call
+
+    def _call(self, member: Member, args: Any, kwargs: Any) -> Call:
+        arguments, inputs = Arguments.of(args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Cannot("model(x) is called inside a function of torch.func")
+        if any(tensor.requires_grad for tensor in inputs):
+            raise Cannot("an argument of model(x) requires a gradient")
+        if any(tensor.layout is not torch.strided for tensor in inputs):
+            raise Cannot("an argument of model(x) is sparse")
+        device = member.x.device.type
+        casts = torch.is_autocast_enabled(device)
+        autocast = torch.get_autocast_dtype(device) if casts else None
+        shapes = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs])
+        like = member.likeness.now()
+        key = like, tuple(member.trained.items()), arguments, shapes, autocast
+        call = Call(member, arguments, inputs)
+        try:
+            kind = self._kinds.get(key)
+        except TypeError:
+            raise Cannot("an argument of model(x) cannot be compared with others") from None
+        if kind is None:
+            kind = self._kinds[key] = self._new_kind(member, arguments, autocast)
+        kind.calls.append(call)
+        return call
+
+    def _new_kind(self, member: Member, arguments: Arguments, autocast: Any) -> Kind:
+        if len(self._kinds) == KINDS:
+            raise Cannot(f"the calls of model(x) are of more than {KINDS} kinds")
+        try:
+            template = deepcopy(member.model)
+        except Exception as error:
+            raise Cannot(f"the model cannot be copied: {_line(error)}") from None
+        del template.forward
+        for hooks in (template._forward_hooks, template._forward_pre_hooks):
+            hooks.clear()  # those of the model itself run around the call of each worker
+        program = Program(template, member.trained, arguments, autocast)
+        return Kind(program, Likeness(template, member.likeness.ignored))
+
+    # For the kernel ------------------------------------------------------------------------------
+
+    def compute(self) -> list[int]:
+        """Compute what some of the parked workers wait for; return these."""
+        complete = next((batch for batch in self._opened if batch.is_complete), None)
+        if complete is None and self._waiting:
+            return self._forward()
+        batch = complete or self._opened[0]
+        self._opened.remove(batch)
+        return [call.member.rank for call in self._computed(batch.backward)]
+
+    def _forward(self) -> list[int]:
+        """Compute the first kind of calls that wait."""
+        kind = next(kind for kind in self._kinds.values() if self._waiting[0] in kind.calls)
+        calls, kind.calls = kind.calls[:AT_MOST], kind.calls[AT_MOST:]
+        self._waiting = [call for call in self._waiting if call not in calls]
+        if len(calls) > 1 and not self._stopped:
+            try:
+                joint = self._computed(lambda: self._joint(kind, calls))
+            except Cannot as why:
+                self.stop(str(why))
+            else:
+                self._hand_out(joint, calls)
+                return [call.member.rank for call in calls]
+        self._alone += len(calls)
+        return [call.member.rank for call in calls]
+
+    def _hand_out(self, joint: Joint, calls: Sequence[Call]) -> None:
+        self._together += len(calls)
+        self._joints += 1
+        into, new = [], []
+        for row, call in enumerate(calls):
+            own = call.member.rest()
+            into += [own[name] for name in joint.changed]
+            new += [joint.rest[name][row] for name in joint.changed]
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, new)
+        Batch(joint, calls, self._opened)
+
+    def _computed(self, act: Callable[[], Any]) -> Any:
+        """What ``act`` returns, in a thread and with random generators of its own."""
+        self._generators.switch_to(self._own_generators)
+        return self._apart(act)
+
+    def _joint(self, kind: Kind, calls: Sequence[Call]) -> Joint:
+        """The joint forward; raises Cannot if it is not what each worker computes alone."""
+        cases = [Case(call.member.x, call.member.rest(), call.inputs) for call in calls]
+        before, torchs = drawn(), torch.get_rng_state()
+        try:
+            joint = joint_of(kind.program, cases)
+            if kind.likeness.now() != kind.like:
+                raise Cannot("forward() keeps state in Python")
+            if drawn() != before:
+                raise Cannot("forward() draws from the generators of Python or numpy")
+            if not kind.is_proven:
+                random = not torch.equal(torch.get_rng_state(), torchs)
+                prove(kind.program, joint, cases, random)
+                if self._mode == "auto" and not any(k.is_proven for k in self._kinds.values()):
+                    refuse_slower(kind.program, cases)
+                kind.is_proven = True
+        except Cannot:
+            raise
+        except Exception as error:
+            raise Cannot(_line(error)) from None
+        return joint
+
+    # Reasons -------------------------------------------------------------------------------------
+
+    def stop(self, why: str) -> None:
+        """Compute one at a time from now on."""
+        self._stopped = True
+        self._note(why)
+
+    def _note(self, why: str) -> None:
+        if self._mode == "on":
+            raise UsageError(f'batched ("on") is not possible here: {why}')
+        if self._why_not is None:
+            self._why_not = why
+            self._tell(why)
+
+    def facts(self) -> BatchedFacts:
+        """How the gradients were computed."""
+        calls = self._alone + self._together
+        return {
+            "share": self._together / calls if calls else 0.0,
+            "mean": self._together / self._joints if self._joints else None,
+            "why_not": self._why_not,
+        }
+
+    def close(self) -> None:
+        """End the thread of joint computations."""
+        self._apart.close()
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
