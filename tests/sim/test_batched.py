@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
@@ -33,7 +33,7 @@ def train(worker):
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
+            loss = cross_entropy(model(x), y)
             loss.backward()
             worker.log(loss=loss)
             gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -56,8 +56,9 @@ def test_every_method_has_the_same_run(strategy, cluster):
         runs.append((run, dict(GRADIENTS)))
     (one, alone), (many, together) = runs
     assert many.trace_hash == one.trace_hash
-    assert many.batched["share"] > 0.9
+    assert many.batched["share"] > 0.8
     assert many.batched["mean"] > 2
+    assert many.batched["why_not"] is None
     for a, b in zip(records(one), records(many), strict=True):
         assert (a["rank"], a["t"]) == (b["rank"], b["t"])
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-9)

@@ -176,7 +176,7 @@ def _batching(spec: SimulationSpec, world: World, recorder: RunRecorder) -> Batc
         recorder.event({"t": t, "event": "one_by_one", "rank": 0, "why": why})
 
     batching = Batching(spec.batched, world.generators, world.size, tell)
-    world.baton.compute_together(batching.compute)
+    world.baton.compute_together(batching.compute, not spec.method.synchronous)
     if why := _one_by_one(spec):
         batching.stop(why)
     return batching
@@ -191,6 +191,9 @@ def _one_by_one(spec: SimulationSpec) -> str | None:
         "the run follows a recorded one": spec.replay is not None,
         "the workers of a node share its cores": cluster.cores,
         "the cluster has a registrar": cluster.registrar is not None,
+        "gradients take no virtual time on this cluster": not (
+            cluster.stands_for or cluster.compute.step_s or cluster.compute.sample_s
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), None)
 

@@ -137,6 +137,7 @@ class Baton:
         self._alarm_s: float | None = None
         self._cores: list[Cores] | None = None
         self._parking: Parking | None = None
+        self._in_order = True
         self._locks = [_locked() for _ in range(size)]
         self._threads: list[threading.Thread] = []
         self._over = _locked()
@@ -157,9 +158,12 @@ class Baton:
         """The cores of each node; empty if ranks do not share cores."""
         return [*dict.fromkeys(self._cores or ())]
 
-    def compute_together(self, compute: Callable[[], Iterable[int]]) -> None:
-        """Let ranks :meth:`park`; see :class:`~paceline.sim.parking.Parking` for ``compute``."""
-        self._parking = Parking(compute)
+    def compute_together(self, compute: Callable[[], Iterable[int]], in_order: bool) -> None:
+        """Let ranks :meth:`park`; see :class:`~paceline.sim.parking.Parking` for ``compute``.
+
+        With ``in_order``, it matters in which order ranks act that act at the same time.
+        """
+        self._parking, self._in_order = Parking(compute), in_order
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
         """Run ``body(rank)`` on every rank until all have ended; raise :attr:`failure`, if any."""
@@ -252,7 +256,8 @@ class Baton:
         if state.lag is None:
             calendar = self.calendar
             state.lag = Lag(calendar.now_s, calendar.reserve(), calendar.events)
-        self._parking.park(rank, (until_s, state.lag.place))
+        in_order = self._in_order and until_s == state.lag.since_s
+        self._parking.park(rank, (until_s, -1 if in_order else state.lag.place))
         self._pass_on(rank)
         self.check(rank)
 
@@ -264,10 +269,10 @@ class Baton:
 
     def catch_up(self, rank: int) -> None:
         """Let ``rank``, which has no time left to pass, act in the calendar's present."""
-        state = self.ranks[rank]
-        if state.lag is not None:
-            self._refuse_past(rank, state.lag.since_s)
-            state.lag = None
+        lag = self.ranks[rank].lag
+        if lag is not None:
+            is_late = self._in_order and self.calendar.events > lag.events
+            self._refuse_past(rank, lag.since_s, is_late)
 
     def check(self, rank: int) -> None:
         """Raise the pending interrupt of ``rank``; ``Killed`` is raised again at each call."""
@@ -375,8 +380,8 @@ class Baton:
         else:
             self._cores[rank].begin(rank, seconds)
 
-    def _refuse_past(self, rank: int, time_s: float) -> None:
-        if time_s < self.calendar.now_s:
+    def _refuse_past(self, rank: int, time_s: float, is_late: bool = False) -> None:
+        if time_s < self.calendar.now_s or is_late:
             raise UsageError(
                 f"rank {rank} communicates at {time_s:.6f} s, after model(x) and before"
                 f" optimizer.step(), when others are at {self.calendar.now_s:.6f} s already:"

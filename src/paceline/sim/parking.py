@@ -37,9 +37,10 @@ class Parking:
 
     def go_last(self, rank: int) -> bool:
         """Have ``rank`` go on when no other is parked; False if no other is."""
-        if self._until or self._ready:
-            self._last.append(rank)
-        return bool(self._last)
+        if not (self._until or self._ready):
+            return False
+        self._last.append(rank)
+        return True
 
     def next(self, event: Moment) -> int | None:
         """The rank that goes on before ``event``, the next of the calendar; None if none does."""

@@ -65,6 +65,7 @@ class World:
         awaiting: the ranks that wait for a change of the members or of the rendezvous.
         waiting: the late joiners that wait to be taken in.
         rosters: of both kinds, the last one that a rank asked for, and its number.
+        keep_promises: whether no rank that was parked has communicated before its step.
         on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
@@ -131,6 +132,7 @@ class World:
         self._alive: tuple[int, ...] | None = None
         self._view: View | None = None
         self._view_until_s = math.inf
+        self.keep_promises = True
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from torch.nn.utils import parametrize
 
 from paceline.errors import UsageError
 from paceline.sim.batching.apart import Apart
@@ -14,7 +15,7 @@ from paceline.sim.batching.enrollment import Enrollment
 from paceline.sim.batching.joint import Arguments, Cannot, Joint, Program
 from paceline.sim.batching.likeness import Likeness
 from paceline.sim.batching.member import Batch, Call, Member
-from paceline.sim.batching.proof import Case, drawn, joint_of, prove, refuse_slower
+from paceline.sim.batching.proof import Case, drawn, first_line, joint_of, prove, refuse_slower
 
 if TYPE_CHECKING:
     from paceline.sim.generators import Generators
@@ -82,6 +83,8 @@ class Batching:
     def enroll(self, rank: int, park: Callable[[float], None], own: Enrollment) -> None:
         """From now on, compute the gradients of a worker with those of others."""
         torch.autograd.set_multithreading_enabled(False)  # a backward waits in its own thread
+        functorch: Any = torch._C._functorch
+        functorch._set_vmap_fallback_warning_enabled(False)  # the probe sees what is slow
         if self._stopped:
             return
         try:
@@ -107,6 +110,8 @@ class Batching:
         arguments, inputs = Arguments.of(args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise Cannot("model(x) is called inside a function of torch.func")
+        if parametrize._cache_enabled:
+            raise Cannot("model(x) is called inside parametrize.cached()")
         if any(tensor.requires_grad for tensor in inputs):
             raise Cannot("an argument of model(x) requires a gradient")
         if any(tensor.layout is not torch.strided for tensor in inputs):
@@ -133,7 +138,7 @@ class Batching:
         try:
             template = deepcopy(member.model)
         except Exception as error:
-            raise Cannot(f"the model cannot be copied: {_line(error)}") from None
+            raise Cannot(f"the model cannot be copied: {first_line(error)}") from None
         del template.forward
         for hooks in (template._forward_hooks, template._forward_pre_hooks):
             hooks.clear()  # those of the model itself run around the call of each worker
@@ -170,12 +175,10 @@ class Batching:
     def _hand_out(self, joint: Joint, calls: Sequence[Call]) -> None:
         self._together += len(calls)
         self._joints += 1
-        into, new = [], []
-        for row, call in enumerate(calls):
-            own = call.member.rest()
-            into += [own[name] for name in joint.changed]
-            new += [joint.rest[name][row] for name in joint.changed]
-        if into:
+        buffers = [(row, call.member.buffers()) for row, call in enumerate(calls)]
+        if buffers[0][1]:
+            into = [tensor for _, own in buffers for tensor in own.values()]
+            new = [joint.rest[name][row] for row, own in buffers for name in own]
             with torch.no_grad():
                 torch._foreach_copy_(into, new)
         Batch(joint, calls, self._opened)
@@ -204,7 +207,7 @@ class Batching:
         except Cannot:
             raise
         except Exception as error:
-            raise Cannot(_line(error)) from None
+            raise Cannot(first_line(error)) from None
         return joint
 
     # Reasons -------------------------------------------------------------------------------------
@@ -233,9 +236,3 @@ class Batching:
     def close(self) -> None:
         """End the thread of joint computations."""
         self._apart.close()
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

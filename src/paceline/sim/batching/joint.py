@@ -107,8 +107,8 @@ class Joint:
 
     Attributes:
         outputs: the tensors in the result, each with one row for each worker.
-        rest: the buffers and frozen parameters after the forward, likewise; ``changed``, the names
-            of those that it has changed.
+        leaves: the trained parameters, likewise.
+        rest: the buffers and frozen parameters after the forward, likewise.
         restored: makes a worker's result from its rows.
     """
 
@@ -123,26 +123,18 @@ class Joint:
         stacked = {name: torch.stack([own[name] for own in rest]) for name in rest[0]}
         given = [torch.stack(each) for each in zip(*inputs, strict=True)]
         with torch.no_grad():
-            self._leaves = program.leaves(torch.stack([*x]))
+            self.leaves = program.leaves(torch.stack([*x]))
         self.restored: Callable[[Sequence[Tensor]], Any] = tuple
-        self.changed: list[str] = []
-        versions = [leaf._version for leaf in self._leaves]
 
         def one(own: Tensors, rest: Tensors, *inputs: Tensor) -> tuple[list[Tensor], Tensors]:
-            before = {name: tensor._version for name, tensor in rest.items()}
             out, after = program.run(own, rest, inputs)
-            same = [name for name in rest if after[name] is rest[name]]
-            kept = [name for name in same if after[name]._version == before[name]]
-            self.changed = [name for name in rest if name not in kept]
             spec, others, tensors = _taken_apart(out)
             self.restored = lambda rows: _put_together(spec, others, rows)
             return tensors, after
 
         with torch.enable_grad(), program.casting(x[0].device), Rules():
             together = vmap(one, randomness="different")
-            self.outputs, self.rest = together(program.named(self._leaves), stacked, *given)
-        if [leaf._version for leaf in self._leaves] != versions:
-            raise Cannot("forward() changes parameters")
+            self.outputs, self.rest = together(program.named(self.leaves), stacked, *given)
 
     def backward(
         self, rows: Sequence[int], grads: Sequence[Sequence[Tensor | None]], again: bool
@@ -155,7 +147,7 @@ class Joint:
         whole = [self._spread(self.outputs[i], rows, [grad[i] for grad in grads]) for i in used]
         found = torch.autograd.grad(
             [self.outputs[i] for i in used],
-            self._leaves,
+            self.leaves,
             whole,
             retain_graph=again,
             allow_unused=True,

@@ -7,6 +7,7 @@ tensors that their modules hold as plain attributes, also in containers, functio
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Hashable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from paceline.sim.batching.joint import Cannot
 
@@ -53,11 +55,16 @@ class Likeness:
     def _look(self) -> None:
         """Look at all modules, and note which attributes can change without being replaced."""
         named = [*self._model.named_modules(remove_duplicate=False)]
-        fixed: list[Hashable] = [(name, type(module)) for name, module in named]
         self._modules = {id(module) for _, module in named}
         self._tensors = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        fixed: list[Hashable] = [
+            (name, self._of_class(_class_of(module))) for name, module in named
+        ]
         self._changeable = []
         for name, module in self._model.named_modules():
+            if isinstance(module, nn.RNNBase):
+                kind = type(module).__name__.lower()
+                raise Cannot(f"torch has no batching rule for {kind}, of module {name or 'model'}")
             if name and "forward" in vars(module):
                 raise Cannot(f"forward of module {name} was replaced")
             for key, value in vars(module).items():
@@ -99,12 +106,24 @@ class Likeness:
             return value.__func__, inner(value.__self__)
         if isinstance(value, BuiltinFunctionType):
             return value.__module__, value.__qualname__
+        if isinstance(value, property):
+            return inner(value.fget)
         if isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return value.__code__, inner(cells), inner(value.__defaults__)
         if hasattr(value, "__dict__") and not hasattr(kind, "__slots__"):
             return kind, inner(vars(value))
         raise Cannot(f"{where} ({kind.__name__}) cannot be compared with that of other workers")
+
+    def _of_class(self, cls: type) -> Hashable:
+        """The class itself, or its functions if each worker has made one like it."""
+        top = vars(sys.modules[cls.__module__]).get(cls.__qualname__)
+        if top is cls or cls is object:
+            return cls
+        own = vars(cls).items()
+        parts = [(k, v) for k, v in own if isinstance(v, (FunctionType, property)) or _is_fixed(v)]
+        inner = [(k, self._of(v, f"{cls.__qualname__}.{k}")) for k, v in parts]
+        return cls.__qualname__, tuple(inner), tuple(map(self._of_class, cls.__bases__))
 
     def _of_registered(self, value: nn.Module | Tensor, where: str) -> Hashable:
         if id(value) in self._modules:
@@ -115,6 +134,11 @@ class Likeness:
             raise Cannot(f"{where} holds a parameter or a buffer beside the registered one")
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return value.dtype, value.device, value.shape, raw.numpy().tobytes()
+
+
+def _class_of(module: nn.Module) -> type:
+    """The class of a module; of one with parametrizations, which has its own, the former one."""
+    return parametrize.type_before_parametrizations(module)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,13 +76,13 @@ class Member:
 
     def rest(self) -> Tensors:
         """The buffers and frozen parameters, by all of their names."""
-        return dict(self._untrained())
+        named = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name: p.detach() for name, p in named if name not in self.trained}
+        return {**frozen, **self.buffers()}
 
-    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_buffers(remove_duplicate=False)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name not in self.trained:
-                yield name, parameter.detach()
+    def buffers(self) -> Tensors:
+        """The buffers, by all of their names."""
+        return dict(self.model.named_buffers(remove_duplicate=False))
 
 
 FUNCTION = type(Member.park)

@@ -48,8 +48,13 @@ def prove(program: Program, joint: Joint, cases: Sequence[Case], random: bool) -
     If the forward is ``random``, only try the backward.
     """
     rows = sorted({0, len(cases) - 1})
+    _refuse_changes(program, joint, cases)
     grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
-    found = joint.backward(rows, grads, again=True)
+    try:
+        found = joint.backward(rows, grads, again=True)
+    except Exception as error:
+        why = first_line(error)
+        raise Cannot(f"the joint backward fails, as it does with checkpointing: {why}") from None
     if random:
         return
     tolerance = TOLERANCES.get(cases[0].x.dtype, COARSE) if program.autocast is None else COARSE
@@ -59,6 +64,19 @@ def prove(program: Program, joint: Joint, cases: Sequence[Case], random: bool) -
         _compare("gradient", gradients, own.gradients, tolerance)
         after = [joint.rest[name][row] for name in own.rest]
         _compare("buffers", after, [*own.rest.values()], tolerance)
+
+
+def _refuse_changes(program: Program, joint: Joint, cases: Sequence[Case]) -> None:
+    """Refuse a forward that has changed parameters."""
+    with torch.no_grad():
+        before = program.leaves(torch.stack([case.x for case in cases]))
+    same = all(map(torch.equal, joint.leaves, before))
+    for name, _ in program.template.named_parameters(remove_duplicate=False):
+        if name not in program.trained:
+            frozen = torch.stack([case.rest[name] for case in cases])
+            same = same and torch.equal(joint.rest[name], frozen)
+    if not same:
+        raise Cannot("forward() changes parameters")
 
 
 def alone(program: Program, case: Case) -> Alone:
@@ -104,6 +122,12 @@ def drawn() -> tuple[Any, ...]:
     """The states of the global generators of Python and numpy."""
     kind, keys, *more = np.random.get_state()
     return random.getstate(), kind, bytes(np.asarray(keys)), *more
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _seconds(act: Callable[[], None], x: Tensor) -> float:
