@@ -191,9 +191,8 @@ def _one_by_one(spec: SimulationSpec) -> str | None:
         "the run follows a recorded one": spec.replay is not None,
         "the workers of a node share its cores": cluster.cores,
         "the cluster has a registrar": cluster.registrar is not None,
-        "gradients take no virtual time on this cluster": not (
-            cluster.stands_for or cluster.compute.step_s or cluster.compute.sample_s
-        ),
+        "gradients take no virtual time on this cluster": not spec.method.synchronous
+        and not (cluster.stands_for or cluster.compute.step_s or cluster.compute.sample_s),
     }
     return next((why for why, holds in reasons.items() if holds), None)
 

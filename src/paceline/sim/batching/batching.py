@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 AT_MOST = 64
 """How many workers are computed together. More fall out of a processor's cache."""
+PROBED = 16
+"""How many workers a probe computes together."""
 KINDS = 32
 """How many kinds of calls there may be: each has a copy of the model."""
+T = TypeVar("T")
 Tell = Callable[[str], None]
 
 
@@ -191,24 +194,28 @@ class Batching:
     def _joint(self, kind: Kind, calls: Sequence[Call]) -> Joint:
         """The joint forward; raises Cannot if it is not what each worker computes alone."""
         cases = [Case(call.member.x, call.member.rest(), call.inputs) for call in calls]
-        before, torchs = drawn(), torch.get_rng_state()
         try:
-            joint = joint_of(kind.program, cases)
-            if kind.likeness.now() != kind.like:
-                raise Cannot("forward() keeps state in Python")
-            if drawn() != before:
-                raise Cannot("forward() draws from the generators of Python or numpy")
             if not kind.is_proven:
-                random = not torch.equal(torch.get_rng_state(), torchs)
-                prove(kind.program, joint, cases, random)
+                self._in_torch_alone(kind, lambda: prove(kind.program, cases[:PROBED]))
                 if self._mode == "auto" and not any(k.is_proven for k in self._kinds.values()):
-                    refuse_slower(kind.program, cases)
+                    refuse_slower(kind.program, cases[:PROBED])
                 kind.is_proven = True
+            return self._in_torch_alone(kind, lambda: joint_of(kind.program, cases))
         except Cannot:
             raise
         except Exception as error:
             raise Cannot(first_line(error)) from None
-        return joint
+
+    def _in_torch_alone(self, kind: Kind, act: Callable[[], T]) -> T:
+        """What ``act`` returns; raises Cannot if it has changed something besides tensors."""
+        before = drawn()
+        try:
+            return act()
+        finally:  # these reasons say more than one that follows from them
+            if kind.likeness.now() != kind.like:
+                raise Cannot("forward() keeps state in Python")
+            if drawn() != before:
+                raise Cannot("forward() draws from the generators of Python or numpy")
 
     # Reasons -------------------------------------------------------------------------------------
 
