@@ -214,6 +214,13 @@ class Words(nn.Module):
         return self.last((hidden[0] if isinstance(hidden, tuple) else hidden).mean(1))
 
 
+class Told(Net):
+    """Does something else for each type of an argument."""
+
+    def forward(self, x, kind):
+        return super().forward(x) * (2 if kind is True else 1)
+
+
 def images(*layers):
     return lambda: nn.Sequential(*[copy.deepcopy(layer) for layer in layers])
 
@@ -420,6 +427,23 @@ def second(model, optimizer, x, y, step, worker):
     return loss
 
 
+def scaled(model, optimizer, x, y, step, worker):
+    """Give the model an argument that is equal to that of others, and of another type."""
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x, True if worker.rank % 2 else 1), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def opaque(model, optimizer, x, y, step, worker):
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x, random.Random(0)), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def higher(model, optimizer, x, y, step, worker):
     optimizer.zero_grad()
     loss = cross_entropy(model(x), y)
@@ -497,8 +521,10 @@ def test_a_loop_is_the_same_with_another_method(loop, strategy):
 
 @pytest.mark.parametrize(
     ("make", "loop"),
-    [(Parts, parts), (Parts, hidden_only), (Losses, loss_inside), (Scaled, schedule)],
-    ids=["tuple and dict", "other parameters", "loss inside", "an attribute that changes"],
+    [(Parts, parts), (Parts, hidden_only), (Losses, loss_inside), (Scaled, schedule)]
+    + [(Told, scaled)],
+    ids=["tuple and dict", "other parameters", "loss inside", "an attribute that changes"]
+    + ["an argument"],
 )
 def test_a_model_and_its_loop_are_the_same(make, loop):
     check(make, loop, share=0.3)
@@ -591,6 +617,21 @@ def test_a_model_that_cannot_be_batched_says_why(name):
 
 def test_hooks_on_submodules_are_named():
     check(hook=lambda model: model.a.register_forward_hook(double), why="module a has hooks")
+
+
+def test_an_argument_that_cannot_be_compared_is_named():
+    check(Told, opaque, why="an argument of model(x) holds a Random")
+
+
+def test_the_models_are_left_as_they_were():
+    kept = []
+    check(make=lambda: kept.append(Net()) or kept[-1])
+    assert not any("forward" in vars(model) for model in kept)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(pl.UsageError, match=r"batched \(sometimes\)"):
+        run(Net, plain, X, "sasgd", "sometimes")
 
 
 def test_a_gradient_penalty_is_computed_alone():

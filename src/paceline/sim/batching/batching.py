@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.sim.batching.apart import Apart
 from paceline.sim.batching.enrollment import Enrollment
 from paceline.sim.batching.joint import Arguments, Cannot, Joint, Program
-from paceline.sim.batching.likeness import Likeness
+from paceline.sim.batching.likeness import VALUES, Likeness
 from paceline.sim.batching.member import Batch, Call, Member
 from paceline.sim.batching.proof import Case, drawn, first_line, joint_of, prove, refuse_slower
 
@@ -26,6 +26,7 @@ PROBED = 16
 """How many workers a probe computes together."""
 KINDS = 32
 """How many kinds of calls there may be: each has a copy of the model."""
+_functorch: Any = torch._C._functorch
 T = TypeVar("T")
 Tell = Callable[[str], None]
 
@@ -75,19 +76,17 @@ class Batching:
         self._apart = Apart()
         self._members: list[Member] = []
         self._kinds: dict[Hashable, Kind] = {}
-        self._waiting: list[Call] = []
         self._opened: list[Batch] = []
         self._why_not: str | None = None
         self._stopped = False
         self._alone = self._together = self._joints = 0
+        _functorch._set_vmap_fallback_warning_enabled(False)  # the probe sees what is slow
 
     # For the threads of workers ------------------------------------------------------------------
 
     def enroll(self, rank: int, park: Callable[[float], None], own: Enrollment) -> None:
         """From now on, compute the gradients of a worker with those of others."""
         torch.autograd.set_multithreading_enabled(False)  # a backward waits in its own thread
-        functorch: Any = torch._C._functorch
-        functorch._set_vmap_fallback_warning_enabled(False)  # the probe sees what is slow
         if self._stopped:
             return
         try:
@@ -97,43 +96,31 @@ class Batching:
 
     def admit(self, member: Member, args: Any, kwargs: Any) -> Call | None:
         """A call to wait with for others; None if it must be computed alone."""
-        if self._stopped:
-            self._alone += 1
-            return None
-        try:
-            call = self._call(member, args, kwargs)
-        except Cannot as why:
-            self._alone += 1
-            self._note(str(why))
-            return None
-        self._waiting.append(call)
-        return call
+        if not self._stopped:
+            call = Call(member, *Arguments.of(args, kwargs))
+            if why := _why_alone(call):
+                self._note(why)
+            else:
+                try:
+                    self._kind(call).calls.append(call)
+                    return call
+                except Cannot as error:
+                    self.stop(str(error))
+        self._alone += 1
+        return None
 
-    def _call(self, member: Member, args: Any, kwargs: Any) -> Call:
-        arguments, inputs = Arguments.of(args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise Cannot("model(x) is called inside a function of torch.func")
-        if parametrize._cache_enabled:
-            raise Cannot("model(x) is called inside parametrize.cached()")
-        if any(tensor.requires_grad for tensor in inputs):
-            raise Cannot("an argument of model(x) requires a gradient")
-        if any(tensor.layout is not torch.strided for tensor in inputs):
-            raise Cannot("an argument of model(x) is sparse")
+    def _kind(self, call: Call) -> Kind:
+        member, arguments, inputs = call.member, call.arguments, call.inputs
         device = member.x.device.type
         casts = torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if casts else None
         shapes = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs])
-        like = member.likeness.now()
-        key = like, tuple(member.trained.items()), arguments, shapes, autocast
-        call = Call(member, arguments, inputs)
-        try:
-            kind = self._kinds.get(key)
-        except TypeError:
-            raise Cannot("an argument of model(x) cannot be compared with others") from None
-        if kind is None:
-            kind = self._kinds[key] = self._new_kind(member, arguments, autocast)
-        kind.calls.append(call)
-        return call
+        types = tuple(map(type, arguments.rest))
+        places = tuple(member.trained.items())
+        key = member.likeness.now(), places, arguments, types, shapes, autocast
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(member, arguments, autocast)
+        return self._kinds[key]
 
     def _new_kind(self, member: Member, arguments: Arguments, autocast: Any) -> Kind:
         if len(self._kinds) == KINDS:
@@ -153,17 +140,16 @@ class Batching:
     def compute(self) -> list[int]:
         """Compute what some of the parked workers wait for; return these."""
         complete = next((batch for batch in self._opened if batch.is_complete), None)
-        if complete is None and self._waiting:
-            return self._forward()
+        waiting = next((kind for kind in self._kinds.values() if kind.calls), None)
+        if complete is None and waiting is not None:
+            return self._forward(waiting)
         batch = complete or self._opened[0]
         self._opened.remove(batch)
         return [call.member.rank for call in self._computed(batch.backward)]
 
-    def _forward(self) -> list[int]:
-        """Compute the first kind of calls that wait."""
-        kind = next(kind for kind in self._kinds.values() if self._waiting[0] in kind.calls)
+    def _forward(self, kind: Kind) -> list[int]:
+        """Compute the calls of one kind."""
         calls, kind.calls = kind.calls[:AT_MOST], kind.calls[AT_MOST:]
-        self._waiting = [call for call in self._waiting if call not in calls]
         if len(calls) > 1 and not self._stopped:
             try:
                 joint = self._computed(lambda: self._joint(kind, calls))
@@ -241,5 +227,22 @@ class Batching:
         }
 
     def close(self) -> None:
-        """End the thread of joint computations."""
+        """End the thread of joint computations, and leave the models as they were."""
         self._apart.close()
+        for member in self._members:
+            member.release()
+        _functorch._set_vmap_fallback_warning_enabled(True)
+
+
+def _why_alone(call: Call) -> str | None:
+    """Why this one call cannot be computed with others, if so."""
+    if _functorch.peek_interpreter_stack() is not None:
+        return "model(x) is called inside a function of torch.func"
+    if parametrize._cache_enabled:
+        return "model(x) is called inside parametrize.cached()"
+    if any(tensor.requires_grad for tensor in call.inputs):
+        return "an argument of model(x) requires a gradient"
+    if any(tensor.layout is not torch.strided for tensor in call.inputs):
+        return "an argument of model(x) is sparse"
+    opaque = [rest for rest in call.arguments.rest if not isinstance(rest, (*VALUES, type(...)))]
+    return f"an argument of model(x) holds a {type(opaque[0]).__name__}" if opaque else None

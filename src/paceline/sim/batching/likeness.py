@@ -72,7 +72,7 @@ class Likeness:
                 if key in OF_MODULES or where == "forward":
                     continue
                 if _is_fixed(value):
-                    fixed.append((where, type(value), value))
+                    fixed.append((where, self._of(value, where)))
                 else:
                     self._changeable.append((f"attribute {where} of the model", value))
         self._fixed = tuple(fixed)

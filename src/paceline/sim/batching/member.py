@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ class Member:
         }
         if {place.number for place in self.trained.values()} != {*numbers.values()}:
             raise Cannot("the optimizer trains a parameter that is not in the model")
-        if "forward" in vars(own.model) or not isinstance(type(own.model).forward, FUNCTION):
+        if "forward" in vars(own.model) or not isinstance(type(own.model).forward, FunctionType):
             raise Cannot("model.forward was replaced")
         self.likeness = Likeness(own.model, own.ignored)
         own.model.forward = Forward(own.model, self.forward)
@@ -83,9 +84,6 @@ class Member:
     def buffers(self) -> Tensors:
         """The buffers, by all of their names."""
         return dict(self.model.named_buffers(remove_duplicate=False))
-
-
-FUNCTION = type(Member.park)
 
 
 class Call:
