@@ -6,6 +6,7 @@ Each case runs one at a time and with ``batched="auto"``, whose probe may not re
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
+from paceline.common.faults import Fault
 from paceline.sim.batching import proof
 
 STEPS, WORKERS = 7, 4
@@ -236,12 +238,23 @@ def encoder():
 # Loops -------------------------------------------------------------------------------------------
 
 
-def plain(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+def stepped(loss_of):
+    """A loop that makes one step for each batch."""
+
+    @functools.wraps(loss_of)
+    def loop(model, optimizer, x, y, step, worker):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y, worker)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return loop
+
+
+@stepped
+def plain(model, x, y, worker):
+    return cross_entropy(model(x), y)
 
 
 def accumulate(model, optimizer, x, y, step, worker):
@@ -254,12 +267,9 @@ def accumulate(model, optimizer, x, y, step, worker):
     return loss
 
 
-def thrice(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x), y) + (model(x + 0.1) - model(x * 2)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
+@stepped
+def thrice(model, x, y, worker):
+    return cross_entropy(model(x), y) + (model(x + 0.1) - model(x * 2)).square().mean()
 
 
 def two_backwards(model, optimizer, x, y, step, worker):
@@ -298,16 +308,12 @@ def skip(model, optimizer, x, y, step, worker):
     return loss
 
 
-def parts(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
+@stepped
+def parts(model, x, y, worker):
     out, more = model(x)
     assert more["size"] == 16 and not more["best"].requires_grad
     loss = cross_entropy(out, y)
-    if worker.rank % 2:
-        loss = loss + more["hidden"].square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
+    return loss + more["hidden"].square().mean() if worker.rank % 2 else loss
 
 
 def hidden_only(model, optimizer, x, y, step, worker):
@@ -321,34 +327,25 @@ def hidden_only(model, optimizer, x, y, step, worker):
     return loss
 
 
-def loss_inside(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
-    loss = model(x, labels=y)["loss"]
-    loss.backward()
-    optimizer.step()
-    return loss
+@stepped
+def loss_inside(model, x, y, worker):
+    return model(x, labels=y)["loss"]
 
 
-def autocast(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
+@stepped
+def autocast(model, x, y, worker):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(x.float())
     assert out.dtype is torch.bfloat16
-    loss = cross_entropy(out.float(), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return cross_entropy(out.float(), y)
 
 
-def change_output(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
+@stepped
+def change_output(model, x, y, worker):
     out = model(x)
     out /= 2.0
     out[:, 0] += 1
-    loss = cross_entropy(out, y)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return cross_entropy(out, y)
 
 
 def evaluate(model, optimizer, x, y, step, worker):
@@ -363,12 +360,9 @@ def evaluate(model, optimizer, x, y, step, worker):
     return loss
 
 
-def beside(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
-    loss = cross_entropy(model.b(torch.relu(model.a(x))), y) + cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+@stepped
+def beside(model, x, y, worker):
+    return cross_entropy(model.b(torch.relu(model.a(x))), y) + cross_entropy(model(x), y)
 
 
 def average(model, optimizer, x, y, step, worker):
@@ -409,12 +403,10 @@ def freeze(model, optimizer, x, y, step, worker):
     return plain(model, optimizer, x, y, step, worker)
 
 
-def talk(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
+@stepped
+def talk(model, x, y, worker):
     loss = cross_entropy(model(x), y)
     worker.comm.group(range(worker.size)).all_reduce(loss.detach().reshape(1).clone())
-    loss.backward()
-    optimizer.step()
     return loss
 
 
@@ -427,21 +419,15 @@ def second(model, optimizer, x, y, step, worker):
     return loss
 
 
-def scaled(model, optimizer, x, y, step, worker):
+@stepped
+def scaled(model, x, y, worker):
     """Give the model an argument that is equal to that of others, and of another type."""
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x, True if worker.rank % 2 else 1), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return cross_entropy(model(x, True if worker.rank % 2 else 1), y)
 
 
-def opaque(model, optimizer, x, y, step, worker):
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x, random.Random(0)), y)
-    loss.backward()
-    optimizer.step()
-    return loss
+@stepped
+def opaque(model, x, y, worker):
+    return cross_entropy(model(x, random.Random(0)), y)
 
 
 def higher(model, optimizer, x, y, step, worker):
@@ -656,8 +642,25 @@ def test_what_cannot_be_is_refused(loop, strategy, message):
 
 
 def test_on_refuses_what_auto_computes_alone():
-    with pytest.raises(pl.UsageError, match=r'batched \("on"\) is not possible.*keeps state'):
+    with pytest.raises(pl.UsageError, match=r"batched \(on\) must be off or auto: .*keeps state"):
         run(Counting, plain, X, "sasgd", "on")
+
+
+RUNS = {
+    "has faults": {"faults": [Fault(kind="slow", rank=1, at_s=0.001, factor=2.0)]},
+    "makes checkpoints": {"checkpoint_steps": 5},
+    "share its cores": {"cluster": pl.Cluster(cores=1)},
+    "take no virtual time": {"cluster": "ideal"},
+}
+
+
+@pytest.mark.parametrize("why", RUNS)
+def test_runs_whose_steps_depend_on_others_are_refused(why, tmp_path):
+    def train(worker):
+        raise AssertionError("it must not begin")
+
+    with pytest.raises(pl.UsageError, match=why):
+        pl.simulate(train, strategy="gossip", batched="on", out=tmp_path / "run", **RUNS[why])
 
 
 @pytest.mark.parametrize("make", [Dropout, Noise])

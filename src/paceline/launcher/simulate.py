@@ -177,24 +177,9 @@ def _batching(spec: SimulationSpec, world: World, recorder: RunRecorder) -> Batc
 
     batching = Batching(spec.batched, world.generators, world.size, tell)
     world.baton.compute_together(batching.compute, not spec.method.synchronous)
-    if why := _one_by_one(spec):
-        batching.stop(why)
+    if spec.why_one_by_one is not None:
+        batching.stop(spec.why_one_by_one)
     return batching
-
-
-def _one_by_one(spec: SimulationSpec) -> str | None:
-    """What about a run makes its gradients depend on what others do meanwhile, if anything."""
-    cluster = spec.loaded_cluster
-    reasons = {
-        "the run has faults": spec.all_faults,
-        "the run makes checkpoints": spec.checkpoints().on,
-        "the run follows a recorded one": spec.replay is not None,
-        "the workers of a node share its cores": cluster.cores,
-        "the cluster has a registrar": cluster.registrar is not None,
-        "gradients take no virtual time on this cluster": not spec.method.synchronous
-        and not (cluster.stands_for or cluster.compute.step_s or cluster.compute.sample_s),
-    }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:

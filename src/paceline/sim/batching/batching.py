@@ -212,7 +212,7 @@ class Batching:
 
     def _note(self, why: str) -> None:
         if self._mode == "on":
-            raise UsageError(f'batched ("on") is not possible here: {why}')
+            raise UsageError(f"batched (on) must be off or auto: {why}")
         if self._why_not is None:
             self._why_not = why
             self._tell(why)
