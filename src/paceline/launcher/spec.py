@@ -343,8 +343,7 @@ class SimulationSpec(Started):
             "the run follows a recorded one": self.replay is not None,
             "the workers of a node share its cores": cluster.cores,
             "the cluster has a registrar": cluster.registrar is not None,
-            "gradients take no virtual time on this cluster": not self.method.synchronous
-            and not gradients_take_time,
+            "gradients take no virtual time on this cluster": not gradients_take_time,
         }
         return next((why for why, holds in reasons.items() if holds), None)
 

@@ -271,8 +271,15 @@ class Baton:
         """Let ``rank``, which has no time left to pass, act in the calendar's present."""
         lag = self.ranks[rank].lag
         if lag is not None:
-            is_late = self._in_order and self.calendar.events > lag.events
-            self._refuse_past(rank, lag.since_s, is_late)
+            self._refuse_past(rank, lag.since_s)
+        if self._in_order:
+            self.refuse_late(rank)
+
+    def refuse_late(self, rank: int) -> None:
+        """Refuse an act of ``rank`` that should have come before those of others."""
+        lag = self.ranks[rank].lag
+        if lag is not None and self.calendar.events > lag.events:
+            self._refuse_past(rank, lag.since_s, is_late=True)
 
     def check(self, rank: int) -> None:
         """Raise the pending interrupt of ``rank``; ``Killed`` is raised again at each call."""

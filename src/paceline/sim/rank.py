@@ -88,6 +88,11 @@ class SimulatedRank:
         if self.rank in self.world.behind:
             raise LeftBehind
 
+    def check_in_order(self) -> None:
+        """Do as :meth:`check`, before an act whose order among those of others counts."""
+        self.check()
+        self.baton.refuse_late(self.rank)
+
     def compute(self, seconds: float) -> None:
         """Add computing time to the owed time."""
         self.owed_s += seconds
