@@ -72,6 +72,13 @@ def test_a_simulated_run_learns(strategy, outcome):
     assert output["virtual_seconds"] > 0
 
 
+def test_a_simulated_run_is_the_same_if_gradients_are_computed_together(outcome):
+    command = ("sim", "-s", "gossip", "-w", 6, "--model", "mlp", "--steps", 8)
+    one, many = outcome(*command), outcome(*command, "--batched", "on")
+    assert many["trace_hash"] == one["trace_hash"]
+    assert many["batched"]["mean"] > 2 and one["batched"] is None
+
+
 def test_a_simulated_run_repeats_in_another_process(outcome, tmp_path):
     line = ["sim", "-s", "sasgd(interval=2)", "--steps", "5", "--seed", "7"]
     here, other = outcome(*line), outcome(*line[:-1], "8")

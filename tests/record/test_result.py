@@ -79,7 +79,7 @@ def test_json_has_the_keys_that_other_tools_read():
 def test_a_simulated_run_fills_every_key(tmp_path):
     run = pl.simulate(train, workers=2, cluster="ethernet-1g", seed=3, out=tmp_path)
     facts = json.loads(json.dumps(run.to_json()))
-    assert {key for key, value in facts.items() if value is None} == {"as_model", *SAVED}
+    assert {key for key, value in facts.items() if value is None} == {"as_model", "batched", *SAVED}
     assert (facts["strategy"], facts["workers"], facts["seed"]) == ("allreduce", 2, 3)
     assert (facts["steps"], facts["samples"]) == (8, 24)
     assert facts["staleness_mean"] == facts["staleness_max"] == 0
@@ -101,7 +101,8 @@ def test_a_real_run_has_no_virtual_time_and_no_fingerprint():
     run = pl.launch(train, workers=2, strategy="sasgd(interval=2)")
     facts = json.loads(json.dumps(run.to_json()))
     empty = {key for key, value in facts.items() if value is None}
-    assert empty == {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "out", *SAVED}
+    simulated = {"virtual_seconds", "wire_bytes", "trace_hash", "as_model", "batched"}
+    assert empty == {*simulated, "out", *SAVED}
     assert (facts["strategy"], facts["steps"], facts["samples"]) == ("sasgd", 8, 24)
     assert facts["seconds"] > 0 and facts["startup_seconds"] > 0
     assert 0 <= facts["wait_share"] <= 1

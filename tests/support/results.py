@@ -30,4 +30,5 @@ RESULT_KEYS = [
     "checkpoint_error",
     "resumed_at",
     "model_error",
+    "batched",
 ]

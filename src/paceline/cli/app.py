@@ -13,6 +13,7 @@ from typer import Argument, Option
 from paceline._version import __version__
 from paceline.cli.options import (
     AsModel,
+    Batched,
     BatchShares,
     BenchDevice,
     CalibrationOptions,
@@ -173,6 +174,7 @@ def sim(
     no_trace: NoTrace = False,
     global_batch: GlobalBatchSize = None,
     batch: BatchShares = None,
+    batched: Batched = "off",
     replay: Annotated[
         Path | None,
         Option(
@@ -190,7 +192,7 @@ def sim(
     job = _job(training, strategy, saving, no_trace, global_batch, batch)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
-    policy = {**injected.policy(), **saving.policy()}
+    policy = {**injected.policy(), **saving.policy(), "batched": batched}
     result = job.simulate(screen, workers, target, faults=script, policy=policy)
     show_result(screen, result, job.task.name, target.name)
     _exit_if_failed(result)

@@ -90,6 +90,13 @@ BatchShares = Annotated[
         " synchronous methods only.",
     ),
 ]
+Batched = Annotated[
+    str,
+    Option(
+        "--batched",
+        help="on: compute the gradients of many workers together; auto: where that is faster.",
+    ),
+]
 NoTrace = Annotated[
     bool, Option("--no-trace", help="Write no trace; replays and timelines need one.")
 ]

@@ -231,6 +231,13 @@ class Replayed(NamedTuple):
     verdict: str
 
 
+def _together(facts: Mapping[str, Any]) -> str:
+    """How the gradients of a simulation were computed."""
+    if facts["mean"] is None:
+        return "one at a time"
+    return f"{facts['share']:.1%} together with others, {facts['mean']:.3g} at a time"
+
+
 def show_result(
     screen: Screen, result: Result, task: str, where: str, replay: Replayed | None = None
 ) -> None:
@@ -246,6 +253,8 @@ def show_result(
         f"{seconds(result.seconds)}, after {seconds(result.startup_seconds)} to start"
     )
     facts["steps"] = f"{number(result.steps)} on {number(result.samples)} samples"
+    if result.batched is not None:
+        facts["gradients"] = _together(result.batched)
     facts["sent"] = size(result.bytes_sent)
     if result.wire_bytes is not None:
         facts["sent"] += f" ({size(result.wire_bytes)} on the links)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
@@ -19,6 +20,7 @@ from paceline.record.folder import TRACE, RecordedRun, claim, save_answer
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
+from paceline.sim.rank import SimulatedRank
 from paceline.sim.replay import Replay
 from paceline.sim.world import SimulatedPorts, World
 from paceline.strategies import make_strategy, strategy_name, strategy_spec
@@ -26,6 +28,9 @@ from paceline.strategies.base import homes_of
 from paceline.training.checkpointing import CheckpointParticipant
 from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
+
+if TYPE_CHECKING:
+    from paceline.sim.batching.batching import Batching
 
 
 @takes(SimulationSpec)
@@ -74,11 +79,17 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     )
     recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
     file = spec.folder / TRACE if spec.folder and spec.trace else None
-    trace = Trace(file, lambda: world.calendar.now_s)
-    ranks = _Ranks(spec, train, world, policy, checkpoints, recorder, trace, record)
+    batching = _batching(spec, world, recorder)
+    if batching is None:
+        trace = Trace(file, lambda: world.calendar.now_s)
+    else:
+        trace = Trace(file, world.baton.earliest_s, place=world.baton.place)
+    ranks = _Ranks(spec, train, world, policy, checkpoints, recorder, trace, record, batching)
     try:
         world.run(ranks.run)
     finally:
+        if batching is not None:
+            batching.close()
         trace_hash = trace.close()
         recorder.close()
     return recorder.result(
@@ -92,6 +103,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         wire_bytes=round(world.network.wire_bytes),
         trace_hash=trace_hash,
         as_model=spec.loaded_cluster.stands_for.model if spec.loaded_cluster.stands_for else None,
+        batched=None if batching is None else batching.facts(),
         **checkpoints.facts(),
     )
 
@@ -108,13 +120,14 @@ class _Ranks:
     recorder: RunRecorder
     trace: Trace
     record: Replay | None
+    batching: Batching | None
     summaries: list[Summary] = field(default_factory=list)
 
     def run(self, ports: SimulatedPorts) -> None:
         """Train on one rank."""
         metering = self.record.follow if self.record else MeteredPorts
         metered = metering(ports, self.trace)
-        session = self._session(metered, ports.rank)
+        session = self._session(metered, ports.own)
         try:
             run_rank(session, self.train, self.spec.arguments or {})
         except PacelineError:
@@ -127,7 +140,10 @@ class _Ranks:
         self.summaries.append(summary_of(session, model_error))
         metered.close()
 
-    def _session(self, ports: MeteredPorts, rank: int) -> Session:
+    def _session(self, ports: MeteredPorts, own: SimulatedRank) -> Session:
+        rank, enroll = own.rank, None
+        if self.batching is not None and rank < self.spec.workers:
+            enroll = partial(self.batching.enroll, rank, own.park)
         plan, add_report = self.checkpoints.plan, self.checkpoints.add_report
         participant = CheckpointParticipant(plan, add_report) if plan is not None else None
         return Session(
@@ -145,7 +161,25 @@ class _Ranks:
             checkpointing=participant,
             global_batch=self.spec.global_batch,
             by_speed=self.spec.by_speed,
+            enroll=enroll,
         )
+
+
+def _batching(spec: SimulationSpec, world: World, recorder: RunRecorder) -> Batching | None:
+    """What computes the gradients of many workers together, if that is wanted."""
+    if spec.batched == "off":
+        return None
+    from paceline.sim.batching.batching import Batching
+
+    def tell(why: str) -> None:
+        t = world.calendar.now_s
+        recorder.event({"t": t, "event": "one_by_one", "rank": 0, "why": why})
+
+    batching = Batching(spec.batched, world.generators, world.size, tell)
+    world.baton.compute_together(batching.compute, not spec.method.synchronous)
+    if spec.why_one_by_one is not None:
+        batching.stop(spec.why_one_by_one)
+    return batching
 
 
 def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:

@@ -308,18 +308,44 @@ class SimulationSpec(Started):
         cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
         as_model: a model of :mod:`paceline.sim.models` whose sizes and times the run uses.
         replay: the folder of a real run with the same arguments, whose order of events to follow.
+        batched: ``on`` to compute the gradients of many workers together, ``auto`` to do so where
+            it is possible and faster; see ``docs/batched.md``.
     """
 
     workers: int = 4
     cluster: str | PathLike[str] | Cluster = "ethernet-10g"
     as_model: str | None = None
     replay: str | PathLike[str] | None = None
+    batched: str = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of("batched", self.batched, ("auto", "on", "off"))
         check_virtual_workers(self.workers, self.method)
         self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)
+        if self.batched == "on" and self.why_one_by_one is not None:
+            raise UsageError(f"batched (on) must be off or auto: {self.why_one_by_one}")
+
+    @property
+    def why_one_by_one(self) -> str | None:
+        """What about the run may change how long a step takes while it is under way, if anything.
+
+        Its gradients can then not be computed together.
+        """
+        cluster = self.loaded_cluster
+        gradients_take_time = (
+            cluster.stands_for or cluster.compute.step_s or cluster.compute.sample_s
+        )
+        reasons = {
+            "the run has faults": self.all_faults,
+            "the run makes checkpoints": self.checkpoints().on,
+            "the run follows a recorded one": self.replay is not None,
+            "the workers of a node share its cores": cluster.cores,
+            "the cluster has a registrar": cluster.registrar is not None,
+            "gradients take no virtual time on this cluster": not gradients_take_time,
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
     @functools.cached_property
     def loaded_cluster(self) -> Cluster:

@@ -117,6 +117,8 @@ class Result:
         checkpoint: the step of the last checkpoint; ``checkpoint_error`` is why the last one that
             was due could not be written. ``resumed_at`` is the step that the run resumed from.
         model_error: why the final model could not be written; None if it was.
+        batched: with ``batched="auto"`` or ``"on"``, the ``share`` of gradients that were computed
+            together with others, how many at a time in the ``mean``, and ``why_not``.
     """
 
     strategy: str
@@ -156,6 +158,7 @@ class Result:
     checkpoint_error: str | None = None
     resumed_at: int | None = None
     model_error: str | None = None
+    batched: Mapping[str, Any] | None = None
 
     def first_with(self, accuracy: float) -> Metric | None:
         """The first record with at least this accuracy."""
@@ -185,6 +188,8 @@ def print_event(record: Metric) -> None:
     if record["event"] == "set_aside":
         message = f"paceline: rank {record['sender']} is set aside: {record['why']}"
         print(message, file=sys.stderr, flush=True)
+    elif record["event"] == "one_by_one":
+        print(f"paceline: gradients one at a time: {record['why']}", file=sys.stderr, flush=True)
 
 
 _LOSSES = {"lost", "rejoined", "outlived"}

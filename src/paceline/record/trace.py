@@ -31,7 +31,7 @@ _FLUSH_INTERVAL_S = 0.25
 _LINE_START = '{"t": '
 """The beginning of each line."""
 
-Record = tuple[float, int, str, int | None, int, dict[str, Any] | None]
+Record = tuple[float, int, str, int | None, int, dict[str, Any] | None, int]
 
 
 class Trace:
@@ -41,6 +41,8 @@ class Trace:
         path: the file.
         clock: a lower bound for the times of all later records; records ahead of it are held back
             and sorted. None: records come in order.
+        place: the place of a rank's present record among those of equal time; by default they stay
+            in the order in which they came.
         append: whether to append to an existing file.
         on_failure: called with the reason if the disk is full or fails. The file is then removed:
             an incomplete trace is of no use, and the model and checkpoints need the space.
@@ -52,7 +54,9 @@ class Trace:
         clock: Callable[[], float] | None = None,
         append: bool = False,
         on_failure: Callable[[str], None] | None = None,
+        place: Callable[[int], int] | None = None,
     ) -> None:
+        self._place = place
         self._clock, self._path, self._on_failure = clock, path, on_failure
         self._given_up = False
         self._file = None if path is None else Lines(path, self._fail, append)
@@ -73,7 +77,8 @@ class Trace:
         **more: Any,
     ) -> None:
         """Add one event; ``more`` is written, but not part of the hash."""
-        self._records.append((time_s, rank, event, peer, nbytes, more or None))
+        place = 0 if self._place is None else self._place(rank)
+        self._records.append((time_s, rank, event, peer, nbytes, more or None, place))
         if len(self._records) >= self._flush_at or time_s >= self._flush_s:
             self.flush()
             self._flush_s = time_s + _FLUSH_INTERVAL_S if self._clock is None else math.inf
@@ -85,10 +90,10 @@ class Trace:
 
     def _emit(self, until_s: float) -> None:
         if self._clock is not None:
-            self._records.sort(key=itemgetter(0))
+            self._records.sort(key=itemgetter(0) if self._place is None else itemgetter(0, 6))
         end = bisect_left(self._records, until_s, key=itemgetter(0))
         records, self._records = self._records[:end], self._records[end:]
-        lines = [f"{t!r} {rank} {event} {peer} {n}\n" for t, rank, event, peer, n, _ in records]
+        lines = [f"{t!r} {rank} {event} {peer} {n}\n" for t, rank, event, peer, n, *_ in records]
         self._digest.update("".join(lines).encode())
         if self._file is not None and not self._given_up:
             self._file.add("".join([_line(record) for record in records]))
@@ -156,7 +161,7 @@ def outline(path: Path, event: str) -> Iterator[dict[str, Any]]:
 
 
 def _line(record: Record) -> str:
-    t, rank, event, peer, nbytes, more = record
+    t, rank, event, peer, nbytes, more, _ = record
     rest = "".join([f', "{k}": {_json(v)}' for k, v in more.items()]) if more else ""
     who = "null" if peer is None else peer
     return (

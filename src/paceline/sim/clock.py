@@ -18,7 +18,7 @@ class SimulatedClock(Clock):
         self.charged_s = 0.0
 
     def now(self) -> float:
-        return self._own.calendar.now_s + self._own.owed_s
+        return self._own.now_s()
 
     def charge(self, seconds: float) -> None:
         self.charged_s += seconds

@@ -154,6 +154,7 @@ class SimulatedCollectives(Collectives):
         owed_s = own.settle_debt()
         collective = self._join("all_reduce", x, members, factor)
         if owed_s == 0:
+            own.catch_up()
             collective.arrive(own.rank, x, weight, flags)
         else:
             arrive = partial(collective.arrive_late, own, x, weight, flags)

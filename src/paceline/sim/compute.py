@@ -28,12 +28,14 @@ class Costs:
         self._requested_s: deque[float] = deque(maxlen=self._loading.prefetch or None)
         self._loaded_s = 0.0
         self._drawn = 0
+        self._foreseen: float | None = None
         self.slowdown = 1.0
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint."""
         asked_s = [*self._requested_s]
-        return {"drawn": self._drawn, "asked_s": asked_s, "loaded_s": self._loaded_s}
+        drawn = self._drawn - (self._foreseen is not None)
+        return {"drawn": drawn, "asked_s": asked_s, "loaded_s": self._loaded_s}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned, in a new object."""
@@ -52,8 +54,22 @@ class Costs:
         seconds = self.usual_s(samples) * self.slowdown
         if self._draw_factor is None:
             return seconds
+        factor, self._foreseen = self._next_factor(self._draw_factor), None
+        return seconds * factor
+
+    def foresee_s(self, samples: int) -> float:
+        """What :meth:`gradient_s` is going to return for ``samples``, if nothing slows it down."""
+        seconds = (self._step_s + self._sample_s * samples) * self.slowdown
+        if self._draw_factor is None:
+            return seconds
+        self._foreseen = self._next_factor(self._draw_factor)
+        return seconds * self._foreseen
+
+    def _next_factor(self, draw: Callable[[], float]) -> float:
+        if self._foreseen is not None:
+            return self._foreseen
         self._drawn += 1
-        return seconds * self._draw_factor()
+        return draw()
 
     def forward_s(self, samples: int) -> float:
         """How long a forward pass alone takes: a third, as backward costs about two of them."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.errors import CommTimeout, Deadlock, PacelineError
+from paceline.errors import CommTimeout, Deadlock, PacelineError, UsageError
 from paceline.sim.cores import Cores
+from paceline.sim.parking import NEVER, Moment, Parking
 
 
 class Killed(BaseException):
@@ -39,9 +41,23 @@ class Calendar:
         """Wake ``rank`` at ``time_s``, if it still is in its wait number ``turn``."""
         self._push(time_s, rank, turn, None)
 
+    def reserve(self) -> int:
+        """Take a place in the order of events of equal time, for :meth:`wake_in_place`."""
+        self._sequence += 1
+        return self._sequence
+
+    def wake_in_place(self, time_s: float, rank: int, turn: int, place: int) -> None:
+        """Do as :meth:`wake`, in a place that was reserved."""
+        assert time_s >= self.now_s, f"event at {time_s} s is in the past of {self.now_s} s"
+        heapq.heappush(self._heap, (time_s, place, rank, turn, None))
+
     def next_time_s(self) -> float | None:
         """When the next event is due; None when there is none."""
         return self._heap[0][0] if self._heap else None
+
+    def next_moment(self) -> Moment:
+        """When the next event is due, and its place in the order."""
+        return self._heap[0][:2] if self._heap else NEVER
 
     def pop(self) -> tuple[int, int, Callable[[], None] | None]:
         """Move the clock to the next event and return it: ``(rank, turn, callback)``."""
@@ -69,9 +85,26 @@ class Wait(NamedTuple):
         return f"{self.op}, waiting for {list(self.peers)} since {self.since_s:.6f} s"
 
 
+class Lag(NamedTuple):
+    """The moment at which a rank was parked: the calendar may be ahead of it since.
+
+    Attributes:
+        since_s: its time.
+        place: its place in the order of events; ``events`` is how many had happened.
+    """
+
+    since_s: float
+    place: int
+    events: int
+
+
 @dataclass
 class RankState:
-    """The scheduling state of one rank."""
+    """The scheduling state of one rank.
+
+    Attributes:
+        lag: since when it lags behind the calendar; None if it does not.
+    """
 
     turn: int = 0
     wait: Wait | None = None
@@ -82,6 +115,7 @@ class RankState:
     frozen_since_s: float | None = None
     held_wake: bool = False
     ended: bool = False
+    lag: Lag | None = None
 
 
 class Baton:
@@ -102,6 +136,8 @@ class Baton:
         self._limit_s = progress_limit_s
         self._alarm_s: float | None = None
         self._cores: list[Cores] | None = None
+        self._parking: Parking | None = None
+        self._in_order = True
         self._locks = [_locked() for _ in range(size)]
         self._threads: list[threading.Thread] = []
         self._over = _locked()
@@ -121,6 +157,13 @@ class Baton:
     def cores(self) -> list[Cores]:
         """The cores of each node; empty if ranks do not share cores."""
         return [*dict.fromkeys(self._cores or ())]
+
+    def compute_together(self, compute: Callable[[], Iterable[int]], in_order: bool) -> None:
+        """Let ranks :meth:`park`; see :class:`~paceline.sim.parking.Parking` for ``compute``.
+
+        With ``in_order``, it matters in which order ranks act that act at the same time.
+        """
+        self._parking, self._in_order = Parking(compute), in_order
 
     def run(self, body: Callable[[int], None], start_s: Sequence[float]) -> None:
         """Run ``body(rank)`` on every rank until all have ended; raise :attr:`failure`, if any."""
@@ -177,7 +220,7 @@ class Baton:
         computes before that.
         """
         state = self.ranks[rank]
-        since_s = self.calendar.now_s + after_s
+        since_s = self.now_s(rank) + after_s
         state.wait = Wait(op, peers, since_s, patient)
         alarm_s = since_s + self._limit_s
         if self._alarm_s is None or alarm_s < self._alarm_s:
@@ -186,6 +229,57 @@ class Baton:
             self._block(rank, state)
         finally:
             state.wait = None
+
+    def now_s(self, rank: int) -> float:
+        """The time of ``rank``: the calendar's, or an earlier one if it lags."""
+        lag = self.ranks[rank].lag
+        return self.calendar.now_s if lag is None else lag.since_s
+
+    def place(self, rank: int) -> int:
+        """How many events had happened when ``rank`` began what it does now."""
+        lag = self.ranks[rank].lag
+        return self.calendar.events if lag is None else lag.events
+
+    def earliest_s(self) -> float:
+        """The least time of any rank that can still act."""
+        lags = (state.lag for state in self.ranks if not state.ended)
+        return min([self.calendar.now_s, *(lag.since_s for lag in lags if lag is not None)])
+
+    def park(self, rank: int, until_s: float) -> None:
+        """Stop until what ``rank`` waits for is computed together with that of other ranks.
+
+        No virtual time passes for it. It must do nothing that others can see before ``until_s``.
+        """
+        assert self._parking is not None, "nothing is computed together"
+        state = self.ranks[rank]
+        self.check(rank)
+        if state.lag is None:
+            calendar = self.calendar
+            state.lag = Lag(calendar.now_s, calendar.reserve(), calendar.events)
+        in_order = self._in_order and until_s == state.lag.since_s
+        self._parking.park(rank, (until_s, -1 if in_order else state.lag.place))
+        self._pass_on(rank)
+        self.check(rank)
+
+    def await_parked(self, rank: int) -> None:
+        """Let every parked rank go on to its next wait, before ``rank`` changes what they see."""
+        if self._parking is not None and self._parking.go_last(rank):
+            self._pass_on(rank)
+            self.check(rank)
+
+    def catch_up(self, rank: int) -> None:
+        """Let ``rank``, which has no time left to pass, act in the calendar's present."""
+        lag = self.ranks[rank].lag
+        if lag is not None:
+            self._refuse_past(rank, lag.since_s)
+        if self._in_order:
+            self.refuse_late(rank)
+
+    def refuse_late(self, rank: int) -> None:
+        """Refuse an act of ``rank`` that should have come before those of others."""
+        lag = self.ranks[rank].lag
+        if lag is not None and self.calendar.events > lag.events:
+            self._refuse_past(rank, lag.since_s, is_late=True)
 
     def check(self, rank: int) -> None:
         """Raise the pending interrupt of ``rank``; ``Killed`` is raised again at each call."""
@@ -264,6 +358,8 @@ class Baton:
         self.failure = self.failure or failure
         for rank in range(len(self.ranks)):
             self.interrupt(rank, Killed())
+        if self._parking is not None:
+            self._parking.release_all()
 
     # Inside --------------------------------------------------------------------------------------
 
@@ -281,23 +377,39 @@ class Baton:
 
     def _compute(self, rank: int, state: RankState, seconds: float) -> None:
         """Wake ``rank`` when it has computed for ``seconds``, or longer on shared cores."""
+        if state.lag is not None:
+            time_s = state.computing_until_s = state.lag.since_s + seconds
+            self._refuse_past(rank, time_s)
+            return self.calendar.wake_in_place(time_s, rank, state.turn, state.lag.place)
         state.computing_until_s = self.calendar.now_s + seconds
         if self._cores is None:
             self.calendar.wake(state.computing_until_s, rank, state.turn)
         else:
             self._cores[rank].begin(rank, seconds)
 
+    def _refuse_past(self, rank: int, time_s: float, is_late: bool = False) -> None:
+        if time_s < self.calendar.now_s or is_late:
+            raise UsageError(
+                f"rank {rank} communicates at {time_s:.6f} s, after model(x) and before"
+                f" optimizer.step(), when others are at {self.calendar.now_s:.6f} s already:"
+                ' communicate after the step, or use batched="off"'
+            )
+
     def _block(self, rank: int, state: RankState) -> None:
         self.check(rank)
-        due = self._next()
-        if due != rank:
-            assert due is not None, "a rank that blocks has not ended"
-            self._locks[due].release()
-            self._locks[rank].acquire()
+        self._pass_on(rank)
         state.turn += 1
-        state.on_computed = None
+        state.on_computed = state.lag = None
         if state.interrupt is not None:
             self.check(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        """Let others run until ``rank`` is due."""
+        due = self._next()
+        if due != rank:
+            assert due is not None, "a rank that waits has not ended"
+            self._locks[due].release()
+            self._locks[rank].acquire()
 
     def _hand_on(self) -> None:
         due = self._next()
@@ -306,6 +418,8 @@ class Baton:
     def _next(self) -> int | None:
         """Run events until a rank is due, and return it; None when every rank has ended."""
         while self._running:
+            if self._parking is not None and (rank := self._next_parked()) is not None:
+                return rank
             next_s = self.calendar.next_time_s()
             if next_s is None and not (self.stalled and self._alarm_s is not None):
                 self.abort(self._deadlock())
@@ -321,6 +435,18 @@ class Baton:
                     act, state.on_computed, state.computing_until_s = state.on_computed, None, None
                     self._call(act)
         return None
+
+    def _next_parked(self) -> int | None:
+        """The parked rank that goes on before the next event, if there is one."""
+        assert self._parking is not None
+        event = self.calendar.next_moment()
+        if self._alarm_s is not None:
+            event = min(event, (self._alarm_s, sys.maxsize))
+        try:
+            return self._parking.next(event)
+        except Exception as error:
+            self.abort(error)
+            return self._parking.next(event)
 
     def _is_due(self, state: RankState, turn: int) -> bool:
         if state.ended or turn != state.turn:

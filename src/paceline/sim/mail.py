@@ -52,7 +52,7 @@ class SimulatedMail(Mail):
         return None
 
     def post(self, x: Tensor, dst: int, tag: int, header: bytes) -> bool:
-        self._own.check()
+        self._own.check_in_order()
         held = self._world.inboxes[dst].posted_by(self._rank)
         if held >= MAILBOX_CAPACITY or dst in self._world.departed:
             return False
@@ -70,6 +70,7 @@ class SimulatedMail(Mail):
     def _charge_post(self, x: Tensor, header: bytes) -> None:
         self._own.charge(self._world.handling.post, x.nbytes + len(header))
         self._own.pass_time()
+        self._own.baton.refuse_late(self._rank)
 
     def _dispatch(self, letter: Letter, dst: int) -> None:
         """Put a posted message on the link, as soon as the link is up."""
@@ -95,7 +96,7 @@ class SimulatedMail(Mail):
     def receive(
         self, like: Tensor, sources: Sequence[int], tag: int, op: str, any_loss: bool = False
     ) -> Message | Lost:
-        self._own.check()
+        self._own.check_in_order()
         loss_check = partial(self._any_loss if any_loss else self._no_more, sources, tag, op)
         try:
             while (letter := self._inbox.find(sources, tag, self._calendar.now_s)) is None:
@@ -109,7 +110,7 @@ class SimulatedMail(Mail):
             return as_value(lost)
 
     def try_receive(self, like: Tensor, sources: Sequence[int], tag: int) -> Message | None:
-        self._own.check()
+        self._own.check_in_order()
         letter = self._inbox.find(sources, tag, self._calendar.now_s)
         return None if letter is None else self._take(letter, like, "poll")
 
@@ -145,7 +146,7 @@ class SimulatedMail(Mail):
     def publish(self, x: Tensor, header: bytes = b"", window: int = PUBLISHED) -> int:
         if window == PUBLISHED:
             self._own.charge(self._world.handling.publish, x.nbytes + len(header))
-        self._own.check()
+        self._own.check_in_order()
         windows, key = self._world.windows, (self._rank, window)
         version = windows[key].version + 1 if key in windows else 1
         windows[key] = Published(version, x.clone(), header)
@@ -156,7 +157,7 @@ class SimulatedMail(Mail):
     ) -> Published | None:
         if gone:
             return _copy(self._world.windows.get((src, window)))
-        self._own.check()
+        self._own.check_in_order()
         if not self._own.charged:
             return _copy(self._window(src))
         latency_s = self._world.network.link(self._rank, src).latency_s

@@ -13,7 +13,7 @@ class SimulatedQueue(DataQueue):
         self._own, self._world, self._rank = own, own.world, own.rank
 
     def draw(self, queue: int, epoch: int) -> int | None:
-        self._own.check()
+        self._own.check_in_order()
         if self._world.registrar is not None:
             self._world.registrar.answer(self._own)
         return self._world.batches.draw(self._rank, queue, epoch)
@@ -26,6 +26,8 @@ class SimulatedQueue(DataQueue):
 
     def close(self) -> None:
         self._own.pass_time()
+        self._own.baton.refuse_late(self._rank)
+        self._own.baton.await_parked(self._rank)
         self._world.closed = True
 
     def closed(self) -> bool:
@@ -33,6 +35,7 @@ class SimulatedQueue(DataQueue):
 
     def mark_finished(self) -> None:
         self._own.pass_time()
+        self._own.baton.await_parked(self._rank)
         self._world.finished |= {self._rank}
         self._world.rendezvous_over = True
         self._world.wake_awaiting()

@@ -26,6 +26,8 @@ class SimulatedRank:
             charged as updates.
         owed_s: computing time that has not passed yet. It passes before the rank does anything
             that others can see.
+        promised_s: when it was parked, it was expected to do nothing that others can see before.
+        kept: whether it has kept that up to now, at least once.
     """
 
     def __init__(self, world: World, rank: int) -> None:
@@ -33,6 +35,8 @@ class SimulatedRank:
         self.baton, self.calendar = world.baton, world.calendar
         self.charged = self.works = True
         self.owed_s = 0.0
+        self.promised_s: float | None = None
+        self.kept = False
 
     # Time ----------------------------------------------------------------------------------------
 
@@ -41,9 +45,40 @@ class SimulatedRank:
         self.baton.check(self.rank)
         if self.owed_s > 0:
             self.baton.sleep(self.rank, self.settle_debt())
+        else:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Act in the calendar's present, with no time left to pass."""
+        self._end_promise()
+        self.baton.catch_up(self.rank)
+
+    def now_s(self) -> float:
+        """The time of this rank, with what it owes."""
+        return self.baton.now_s(self.rank) + self.owed_s
+
+    def park(self, step_s: float) -> None:
+        """Stop until a joint computation is done, before a step that takes at least ``step_s``.
+
+        Others may act up to then, if ranks were seen to make the step before anything else.
+        """
+        now_s, before_s = self.now_s(), self.promised_s
+        self.promised_s = now_s + step_s
+        if before_s is not None and now_s < before_s < self.promised_s:  # gradients accumulate
+            self.world.keep_promises = False
+        trusted = self.kept and self.world.keep_promises
+        self.baton.park(self.rank, self.promised_s if trusted else now_s)
+        self.world.generators.switch_to(self.rank)
+
+    def _end_promise(self) -> None:
+        if self.promised_s is not None:
+            self.kept = self.now_s() >= self.promised_s
+            self.world.keep_promises &= self.kept
+            self.promised_s = None
 
     def settle_debt(self) -> float:
         """Set the owed time to 0 and return it; the caller must let it pass."""
+        self._end_promise()
         owed_s, self.owed_s = self.owed_s, 0.0
         return owed_s
 
@@ -52,6 +87,11 @@ class SimulatedRank:
         self.pass_time()
         if self.rank in self.world.behind:
             raise LeftBehind
+
+    def check_in_order(self) -> None:
+        """Do as :meth:`check`, before an act whose order among those of others counts."""
+        self.check()
+        self.baton.refuse_late(self.rank)
 
     def compute(self, seconds: float) -> None:
         """Add computing time to the owed time."""
@@ -78,7 +118,7 @@ class SimulatedRank:
         if (error := loss_check()) is not None:
             raise error
         self.world.loss_checks[self.rank] = loss_check
-        start_s = self.calendar.now_s + after_s
+        start_s = self.baton.now_s(self.rank) + after_s
         try:
             self.baton.wait(self.rank, op, peers, patient, after_s)
         except PeerLost as lost:

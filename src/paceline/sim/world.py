@@ -65,6 +65,7 @@ class World:
         awaiting: the ranks that wait for a change of the members or of the rendezvous.
         waiting: the late joiners that wait to be taken in.
         rosters: of both kinds, the last one that a rank asked for, and its number.
+        keep_promises: whether no rank that was parked has communicated before its step.
         on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
@@ -95,7 +96,7 @@ class World:
         if self.shares_cores:
             self.baton.share_cores(nodes, cluster.cores)
         self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
-        self.generators = Generators([user_seed(seed, rank) for rank in range(size)])
+        self.generators = Generators([user_seed(seed, rank) for rank in range(size + 1)])
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: dict[tuple[int, int], Published] = {}
@@ -131,6 +132,7 @@ class World:
         self._alive: tuple[int, ...] | None = None
         self._view: View | None = None
         self._view_until_s = math.inf
+        self.keep_promises = True
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:
@@ -410,4 +412,5 @@ class SimulatedPorts(Ports):
 
     def close(self) -> None:
         self.own.pass_time()
+        self.own.baton.await_parked(self.rank)
         self.world.depart(self.rank, FINISHED)

@@ -76,6 +76,12 @@ class PendingBatches:
         self._loops: list[Pass] = []
         """The loops that have drawn since the last step, the most recent last."""
 
+    @property
+    def samples(self) -> int:
+        """The samples that count for the next step in any case."""
+        last = self._loops[-1:]
+        return sum(loop.samples for loop in self._loops if not loop.left or loop in last)
+
     def draw(self, loop: Pass, trains: bool) -> None:
         """Note that a loop draws a batch."""
         if not loop.held and not loop.used:

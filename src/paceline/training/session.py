@@ -29,6 +29,7 @@ from paceline.errors import (
 )
 from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
+from paceline.sim.batching.enrollment import Enrollment
 from paceline.strategies.base import Strategy
 from paceline.strategies.place import RankListener
 from paceline.strategies.served import RoleStrategy
@@ -38,7 +39,7 @@ from paceline.training.catching_up import CatchingUp
 from paceline.training.checkpointing import CheckpointParticipant
 from paceline.training.division import renumbered
 from paceline.training.growth import Growth
-from paceline.training.hooks import Loads
+from paceline.training.hooks import Hook, Loads
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.pending import DrawnBatch, Pass, PendingBatches
@@ -89,6 +90,7 @@ class Session(RankListener):
         checkpointing: makes the rank's part of checkpoints, if there are any.
         global_batch: the samples of all workers in a step; None: what their loaders say.
         by_speed: whether the workers' shares of a global batch follow their speeds.
+        enroll: has the gradients of this worker computed with those of others.
 
     Attributes:
         all_ranks: a Comm of workers, servers and communicators.
@@ -117,6 +119,7 @@ class Session(RankListener):
         checkpointing: CheckpointParticipant | None = None,
         global_batch: int | None = None,
         by_speed: bool = False,
+        enroll: Callable[[Enrollment], None] | None = None,
     ) -> None:
         self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
@@ -147,6 +150,7 @@ class Session(RankListener):
         self.growth = Growth(self) if grows else None
         self.shares = Shares(self) if by_speed and self.rank < workers else None
         self.finished = False
+        self._enroll = enroll
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
 
     # Beginning -----------------------------------------------------------------------------------
@@ -178,6 +182,9 @@ class Session(RankListener):
         stepper.account_first()
         if self.rank >= self.size:
             self._serve(stepper)
+        if self._enroll is not None:
+            spans = [(span.parameter, span.start) for span in flat.spans]
+            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook))
         self.clock.switch_in()
         return PacedOptimizer(optimizer, stepper)
 

@@ -86,6 +86,15 @@ class Stepper:
         """Whether there were batches to train with, but no step was made."""
         return self._drawn > 0 and self.steps == 0
 
+    def foresee_s(self) -> float | None:
+        """How long the next step's gradient takes at least, in virtual time.
+
+        None where no step may follow.
+        """
+        if self._costs is None or self.paused or self.skipping:
+            return None
+        return self._costs.foresee_s(self._session.pending.samples)
+
     def step(self, overflow: bool) -> None:
         """Make one step of the strategy with the gradients that are there now."""
         if self.paused:

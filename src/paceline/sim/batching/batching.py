@@ -1,0 +1,248 @@
+"""Which calls of ``model(x)`` are computed together, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+import torch
+from torch.nn.utils import parametrize
+
+from paceline.errors import UsageError
+from paceline.sim.batching.apart import Apart
+from paceline.sim.batching.enrollment import Enrollment
+from paceline.sim.batching.joint import Arguments, Cannot, Joint, Program
+from paceline.sim.batching.likeness import VALUES, Likeness
+from paceline.sim.batching.member import Batch, Call, Member
+from paceline.sim.batching.proof import Case, drawn, first_line, joint_of, prove, refuse_slower
+
+if TYPE_CHECKING:
+    from paceline.sim.generators import Generators
+
+AT_MOST = 64
+"""How many workers are computed together. More fall out of a processor's cache."""
+PROBED = 16
+"""How many workers a probe computes together."""
+KINDS = 32
+"""How many kinds of calls there may be: each has a copy of the model."""
+_functorch: Any = torch._C._functorch
+T = TypeVar("T")
+Tell = Callable[[str], None]
+
+
+class BatchedFacts(TypedDict):
+    """How the gradients of a run were computed.
+
+    Attributes:
+        share: of the calls of a model that were computed together with others.
+        mean: how many were computed together, on average.
+        why_not: why some, or all from then on, were computed one at a time.
+    """
+
+    share: float
+    mean: float | None
+    why_not: str | None
+
+
+class Kind:
+    """Calls that compute the same: what they compute, and what is known of it.
+
+    Attributes:
+        is_proven: whether its first joint forward was compared with what workers compute alone.
+    """
+
+    def __init__(self, program: Program, likeness: Likeness) -> None:
+        self.program, self.likeness = program, likeness
+        self.like = likeness.now()
+        self.is_proven = False
+        self.calls: list[Call] = []
+
+
+class Batching:
+    """Computes the gradients of many workers together, where that is the same.
+
+    Args:
+        mode: ``on``, or ``auto`` to compute them one at a time where a joint computation is not
+            possible or not faster.
+        generators: those of all ranks; the last set is that of joint computations.
+        own_generators: the number of that set.
+        tell: called with the reason for which workers compute one at a time from now on.
+    """
+
+    def __init__(self, mode: str, generators: Generators, own_generators: int, tell: Tell) -> None:
+        self._mode, self._tell = mode, tell
+        self._generators, self._own_generators = generators, own_generators
+        self._apart = Apart()
+        self._members: list[Member] = []
+        self._kinds: dict[Hashable, Kind] = {}
+        self._opened: list[Batch] = []
+        self._why_not: str | None = None
+        self._stopped = False
+        self._alone = self._together = self._joints = 0
+        _functorch._set_vmap_fallback_warning_enabled(False)  # the probe sees what is slow
+
+    # For the threads of workers ------------------------------------------------------------------
+
+    def enroll(self, rank: int, park: Callable[[float], None], own: Enrollment) -> None:
+        """From now on, compute the gradients of a worker with those of others."""
+        torch.autograd.set_multithreading_enabled(False)  # a backward waits in its own thread
+        if self._stopped:
+            return
+        try:
+            self._members.append(Member(self, rank, own, park))
+        except Cannot as why:
+            self.stop(str(why))
+
+    def admit(self, member: Member, args: Any, kwargs: Any) -> Call | None:
+        """A call to wait with for others; None if it must be computed alone."""
+        if not self._stopped:
+            call = Call(member, *Arguments.of(args, kwargs))
+            if why := _why_alone(call):
+                self._note(why)
+            else:
+                try:
+                    self._kind(call).calls.append(call)
+                    return call
+                except Cannot as error:
+                    self.stop(str(error))
+        self._alone += 1
+        return None
+
+    def _kind(self, call: Call) -> Kind:
+        member, arguments, inputs = call.member, call.arguments, call.inputs
+        device = member.x.device.type
+        casts = torch.is_autocast_enabled(device)
+        autocast = torch.get_autocast_dtype(device) if casts else None
+        shapes = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs])
+        types = tuple(map(type, arguments.rest))
+        places = tuple(member.trained.items())
+        key = member.likeness.now(), places, arguments, types, shapes, autocast
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(member, arguments, autocast)
+        return self._kinds[key]
+
+    def _new_kind(self, member: Member, arguments: Arguments, autocast: Any) -> Kind:
+        if len(self._kinds) == KINDS:
+            raise Cannot(f"the calls of model(x) are of more than {KINDS} kinds")
+        try:
+            template = deepcopy(member.model)
+        except Exception as error:
+            raise Cannot(f"the model cannot be copied: {first_line(error)}") from None
+        del template.forward
+        for hooks in (template._forward_hooks, template._forward_pre_hooks):
+            hooks.clear()  # those of the model itself run around the call of each worker
+        program = Program(template, member.trained, arguments, autocast)
+        return Kind(program, Likeness(template, member.likeness.ignored))
+
+    # For the kernel ------------------------------------------------------------------------------
+
+    def compute(self) -> list[int]:
+        """Compute what some of the parked workers wait for; return these."""
+        complete = next((batch for batch in self._opened if batch.is_complete), None)
+        waiting = next((kind for kind in self._kinds.values() if kind.calls), None)
+        if complete is None and waiting is not None:
+            return self._forward(waiting)
+        batch = complete or self._opened[0]
+        self._opened.remove(batch)
+        return [call.member.rank for call in self._computed(batch.backward)]
+
+    def _forward(self, kind: Kind) -> list[int]:
+        """Compute the calls of one kind."""
+        calls, kind.calls = kind.calls[:AT_MOST], kind.calls[AT_MOST:]
+        if len(calls) > 1 and not self._stopped:
+            try:
+                joint = self._computed(lambda: self._joint(kind, calls))
+            except Cannot as why:
+                self.stop(str(why))
+            else:
+                self._hand_out(joint, calls)
+                return [call.member.rank for call in calls]
+        self._alone += len(calls)
+        return [call.member.rank for call in calls]
+
+    def _hand_out(self, joint: Joint, calls: Sequence[Call]) -> None:
+        self._together += len(calls)
+        self._joints += 1
+        buffers = [(row, call.member.buffers()) for row, call in enumerate(calls)]
+        if buffers[0][1]:
+            into = [tensor for _, own in buffers for tensor in own.values()]
+            new = [joint.rest[name][row] for row, own in buffers for name in own]
+            with torch.no_grad():
+                torch._foreach_copy_(into, new)
+        Batch(joint, calls, self._opened)
+
+    def _computed(self, act: Callable[[], Any]) -> Any:
+        """What ``act`` returns, in a thread and with random generators of its own."""
+        self._generators.switch_to(self._own_generators)
+        return self._apart(act)
+
+    def _joint(self, kind: Kind, calls: Sequence[Call]) -> Joint:
+        """The joint forward; raises Cannot if it is not what each worker computes alone."""
+        cases = [Case(call.member.x, call.member.rest(), call.inputs) for call in calls]
+        try:
+            if not kind.is_proven:
+                self._in_torch_alone(kind, lambda: prove(kind.program, cases[:PROBED]))
+                if self._mode == "auto" and not any(k.is_proven for k in self._kinds.values()):
+                    refuse_slower(kind.program, cases[:PROBED])
+                kind.is_proven = True
+            return self._in_torch_alone(kind, lambda: joint_of(kind.program, cases))
+        except Cannot:
+            raise
+        except Exception as error:
+            raise Cannot(first_line(error)) from None
+
+    def _in_torch_alone(self, kind: Kind, act: Callable[[], T]) -> T:
+        """What ``act`` returns; raises Cannot if it has changed something besides tensors."""
+        before = drawn()
+        try:
+            return act()
+        finally:  # these reasons say more than one that follows from them
+            if kind.likeness.now() != kind.like:
+                raise Cannot("forward() keeps state in Python")
+            if drawn() != before:
+                raise Cannot("forward() draws from the generators of Python or numpy")
+
+    # Reasons -------------------------------------------------------------------------------------
+
+    def stop(self, why: str) -> None:
+        """Compute one at a time from now on."""
+        self._stopped = True
+        self._note(why)
+
+    def _note(self, why: str) -> None:
+        if self._mode == "on":
+            raise UsageError(f"batched (on) must be off or auto: {why}")
+        if self._why_not is None:
+            self._why_not = why
+            self._tell(why)
+
+    def facts(self) -> BatchedFacts:
+        """How the gradients were computed."""
+        calls = self._alone + self._together
+        return {
+            "share": self._together / calls if calls else 0.0,
+            "mean": self._together / self._joints if self._joints else None,
+            "why_not": self._why_not,
+        }
+
+    def close(self) -> None:
+        """End the thread of joint computations, and leave the models as they were."""
+        self._apart.close()
+        for member in self._members:
+            member.release()
+        _functorch._set_vmap_fallback_warning_enabled(True)
+
+
+def _why_alone(call: Call) -> str | None:
+    """Why this one call cannot be computed with others, if so."""
+    if _functorch.peek_interpreter_stack() is not None:
+        return "model(x) is called inside a function of torch.func"
+    if parametrize._cache_enabled:
+        return "model(x) is called inside parametrize.cached()"
+    if any(tensor.requires_grad for tensor in call.inputs):
+        return "an argument of model(x) requires a gradient"
+    if any(tensor.layout is not torch.strided for tensor in call.inputs):
+        return "an argument of model(x) is sparse"
+    opaque = [rest for rest in call.arguments.rest if not isinstance(rest, (*VALUES, type(...)))]
+    return f"an argument of model(x) holds a {type(opaque[0]).__name__}" if opaque else None

@@ -1,0 +1,174 @@
+"""Whether a joint computation is what its workers compute alone, and whether it is faster."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.sim.batching.joint import Cannot, Joint, Program, Tensors, tensors_in
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 0.02}
+"""How far a norm may be off. A number near 0 that a ReLU cuts off may be cut off in one alone."""
+COARSE = 0.05
+WORTH = 0.9
+"""The share of the time alone that a joint gradient may take, to be worth it."""
+
+
+class Case(NamedTuple):
+    """What one worker gives to a joint forward."""
+
+    x: Tensor
+    rest: Tensors
+    inputs: Sequence[Tensor]
+
+
+class Alone(NamedTuple):
+    """What one worker computes by itself."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    rest: Tensors
+
+
+def joint_of(program: Program, cases: Sequence[Case]) -> Joint:
+    """The joint forward of these workers."""
+    xs, rests, inputs = zip(*cases, strict=True)
+    return Joint(program, xs, rests, inputs)
+
+
+def prove(program: Program, cases: Sequence[Case]) -> None:
+    """Compare the first and the last worker with what they compute alone; raises Cannot.
+
+    If the forward is random, only try the backward.
+    """
+    before = torch.get_rng_state()
+    joint = joint_of(program, cases)
+    is_random = not torch.equal(torch.get_rng_state(), before)
+    rows = sorted({0, len(cases) - 1})
+    _refuse_changes(program, joint, cases)
+    grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
+    try:
+        found = joint.backward(rows, grads, again=True)
+    except Exception as error:
+        why = first_line(error)
+        raise Cannot(f"the joint backward fails, as it does with checkpointing: {why}") from None
+    if is_random:
+        return
+    tolerance = TOLERANCES.get(cases[0].x.dtype, COARSE) if program.autocast is None else COARSE
+    for row, gradients in zip(rows, found, strict=True):
+        own = alone(program, cases[row])
+        _compare("result", [o[row] for o in joint.outputs], own.outputs, tolerance)
+        _compare("gradient", gradients, own.gradients, tolerance)
+        after = [joint.rest[name][row] for name in own.rest]
+        _compare("buffers", after, [*own.rest.values()], tolerance)
+
+
+def _refuse_changes(program: Program, joint: Joint, cases: Sequence[Case]) -> None:
+    """Refuse a forward that has changed parameters."""
+    with torch.no_grad():
+        before = program.leaves(torch.stack([case.x for case in cases]))
+    same = all(map(torch.equal, joint.leaves, before))
+    for name, _ in program.template.named_parameters(remove_duplicate=False):
+        if name not in program.trained:
+            frozen = torch.stack([case.rest[name] for case in cases])
+            same = same and torch.equal(joint.rest[name], frozen)
+    if not same:
+        raise Cannot("forward() changes parameters")
+
+
+def alone(program: Program, case: Case) -> Alone:
+    """What one worker computes by itself; changes nothing."""
+    with torch.no_grad():
+        stacked = program.leaves(case.x.detach().clone()[None])
+    leaves = [leaf.detach()[0].requires_grad_() for leaf in stacked]
+    rest = {name: tensor.clone() for name, tensor in case.rest.items()}
+    with torch.enable_grad(), program.casting(case.x.device):
+        out, after = program.run(program.named(leaves), rest, case.inputs)
+    outputs = tensors_in(out)
+    grads = _some_gradients(outputs)
+    used = [i for i, grad in enumerate(grads) if grad is not None]
+    given = [grads[i] for i in used]
+    wanted = [outputs[i] for i in used]
+    found = torch.autograd.grad(wanted, leaves, given, allow_unused=True)
+    return Alone(outputs, [*found], after)
+
+
+def refuse_slower(program: Program, cases: Sequence[Case]) -> None:
+    """Raise Cannot if a joint gradient takes about as long as one alone, or longer."""
+
+    def together() -> None:
+        joint = joint_of(program, cases)
+        rows = range(len(cases))
+        grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
+        joint.backward(rows, grads, again=False)
+
+    def one_by_one() -> None:
+        for case in cases[:2]:
+            alone(program, case)
+
+    joint_s = _seconds(together, cases[0].x) / len(cases)
+    alone_s = _seconds(one_by_one, cases[0].x) / len(cases[:2])
+    if joint_s > WORTH * alone_s:
+        raise Cannot(
+            f"a gradient takes {joint_s * 1e6:.0f} us together with {len(cases) - 1} others,"
+            f" and {alone_s * 1e6:.0f} us alone"
+        )
+
+
+def drawn() -> tuple[Any, ...]:
+    """The states of the global generators of Python and numpy."""
+    kind, keys, *more = np.random.get_state()
+    return random.getstate(), kind, bytes(np.asarray(keys)), *more
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _seconds(act: Callable[[], None], x: Tensor) -> float:
+    """The less of two times."""
+    return min(_once(act, x), _once(act, x))
+
+
+def _once(act: Callable[[], None], x: Tensor) -> float:
+    """The time that ``act`` takes; on a CPU, whatever else runs on it."""
+    clock = time.perf_counter if x.is_cuda else time.thread_time
+    begin_s = clock()
+    act()
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return clock() - begin_s
+
+
+def _some_gradients(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """A gradient for each output that has one, the same every time."""
+    return [
+        torch.arange(output.numel(), device=output.device).cos().to(output.dtype).view_as(output)
+        if output.requires_grad
+        else None
+        for output in outputs
+    ]
+
+
+def _compare(
+    what: str, joint: Sequence[Tensor | None], own: Sequence[Tensor | None], tolerance: float
+) -> None:
+    if [t is None for t in joint] != [t is None for t in own]:
+        raise Cannot(f"the {what} of other parameters exist if workers compute together")
+    both = zip(joint, own, strict=True)
+    pairs = [(a.detach(), b.detach()) for a, b in both if a is not None and b is not None]
+    if any(a.shape != b.shape or a.dtype is not b.dtype for a, b in pairs):
+        raise Cannot(f"the {what} has another shape or dtype if workers compute together")
+    size = sum(float(b.double().square().sum()) for _, b in pairs)
+    away = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    if size < float("inf") and not away <= tolerance**2 * size:
+        off = (away / size) ** 0.5 if size else float("inf")
+        raise Cannot(f"the {what} is another one if workers compute together ({off:.1e} off)")
