@@ -91,6 +91,7 @@ class PacedLoader:
     ``epoch`` is the number of the next epoch, from 0. When a run resumes from a checkpoint, the
     interrupted epoch continues after the last used batch. An epoch that was only previewed starts
     again (:mod:`paceline.training.pending`). ``plain`` is the user's loader, which is not shared.
+    If it ``looks_ahead``, it draws one batch ahead, so that it knows which is :attr:`at_last`.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class PacedLoader:
         self._pass: Pass | None = None
         self._resume_at: Position | None = None
         self._done_before = 0
+        self.looks_ahead = False
 
     def __iter__(self) -> Iterator[Any]:
         self._session.take_part()
@@ -205,6 +207,11 @@ class PacedLoader:
         """The batches of a queue that were prefetched, but that the loop has not had yet."""
         return self._source.ahead()
 
+    @property
+    def at_last(self) -> bool:
+        """Whether the loop has this worker's last batch of the epoch; it must look ahead."""
+        return self._source.at_last
+
     def repeat_epoch(self, this: Pass) -> None:
         """Repeat an epoch that was only previewed, including batches drawn from its queue."""
         self._next_epoch = this.epoch
@@ -284,6 +291,7 @@ class _Stream:
 
     samples: int | None = None
     division: Division | None = None
+    at_last = False
 
     def __init__(self, owner: PacedLoader) -> None:
         self._owner, self._loader, self._session = owner, owner.plain, owner._session
@@ -295,6 +303,20 @@ class _Stream:
         return total if self._owner.sharing == "static" else -(-total // self._session.size)
 
     def batches(self, epoch: int, resume_at: Position) -> Iterator[tuple[int, int, float, Any]]:
+        own = self._own_batches(epoch, resume_at)
+        if not self._owner.looks_ahead:
+            yield from own
+            return
+        self.at_last, batch = False, next(own, None)
+        while batch is not None:
+            following = next(own, None)
+            self.at_last = following is None
+            yield batch
+            batch = following
+
+    def _own_batches(
+        self, epoch: int, resume_at: Position
+    ) -> Iterator[tuple[int, int, float, Any]]:
         stream = self._owner.begin(self._loader)
         indices = self._own_indices(epoch, resume_at)
         own = next(indices, None)
@@ -389,6 +411,10 @@ class _Map:
 
     def __iter__(self) -> Iterator[list[int]]:
         """The index lists of the current epoch; each is noted when it is drawn."""
+        lists = self._lists()
+        return _one_ahead(lists) if self._owner.looks_ahead else lists
+
+    def _lists(self) -> Iterator[list[int]]:
         if self.division is not None:
             for batch, end in self.division.draw():
                 self._drawn.append(_Drawn(0, len(batch), self._incarnation, end))
@@ -423,6 +449,11 @@ class _Map:
     def ahead(self) -> list[int]:
         """The batches of a queue that were drawn and not yielded: the loader prefetches them."""
         return [drawn.number for drawn in self._drawn] if self._owner.sharing == "queue" else []
+
+    @property
+    def at_last(self) -> bool:
+        """Whether nothing was drawn beyond the batch that the loop has."""
+        return not self._drawn
 
     def _size(self, workers: int) -> int:
         """The size of a global batch of so many workers."""
@@ -468,6 +499,15 @@ class _Map:
         if self._owner.sharing == "skewed":
             order = np.argsort(_labels(self._loader.dataset), kind="stable")
         return np.array_split(order, self._session.size)
+
+
+def _one_ahead(lists: Iterator[list[int]]) -> Iterator[list[int]]:
+    """Yield each list after the next one was drawn."""
+    drawn = next(lists, None)
+    while drawn is not None:
+        following = next(lists, None)
+        yield drawn
+        drawn = following
 
 
 class _Drawn(NamedTuple):

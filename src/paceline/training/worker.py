@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,12 @@ from paceline.training.rest import recalibrate
 from paceline.training.session import Session
 
 M = TypeVar("M", bound=nn.Module)
+_current: ContextVar[Worker] = ContextVar("worker")
+
+
+def current_worker() -> Worker | None:
+    """The worker of this process; in a simulation, of this thread. None outside of a run."""
+    return _current.get(None)
 
 
 class Worker:
@@ -50,6 +57,7 @@ class Worker:
         self.device, self.strategy, self._session = session.device, session.strategy, session
         workers = range(self.size) if self.rank < self.size else [self.rank]
         self.comm = session.all_ranks.group(workers)
+        _current.set(self)
 
     # Setting up ----------------------------------------------------------------------------------
 
@@ -118,6 +126,31 @@ class Worker:
         return self._session.leads
 
     @property
+    def began(self) -> bool:
+        """Whether :meth:`setup` was called."""
+        return self._session.stepper is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether :meth:`finish` was called."""
+        return self._session.finished
+
+    @property
+    def late(self) -> bool:
+        """Whether this worker has come, or come again, after the start of the run."""
+        return self._session.late
+
+    @property
+    def keeps_length(self) -> bool:
+        """Whether the worker has the same number of batches in each epoch, come what may."""
+        return self.strategy.synchronous and not self._session.all_ranks.elastic
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run makes checkpoints."""
+        return self._session.checkpointing is not None
+
+    @property
     def progress(self) -> float:
         """The share of the planned samples that all workers have taken, as this one knows it.
 
@@ -175,6 +208,11 @@ class Worker:
         """
         above("max_norm", max_norm, 0)
         self._session.running.max_norm = max_norm
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this worker's own batches, of those parameters that have one."""
+        spans = self._session.running.replica.flat.spans
+        return [span.parameter.grad for span in spans if span.parameter.grad is not None]
 
     def settle(self) -> None:
         """Finish what the last step left pending, before parameters are read in an unusual way."""

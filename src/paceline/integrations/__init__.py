@@ -1,0 +1,4 @@
+"""Trainers of other packages on workers of Paceline; each module needs its package, and no other.
+
+``paceline.integrations.lightning``, ``.fabric`` and ``.huggingface``; docs/trainers.md shows them.
+"""
