@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.errors import WorkerFailed as WorkerFailed
     from paceline.launcher.init import init as init
     from paceline.launcher.launch import launch as launch
+    from paceline.launcher.paced import paced as paced
     from paceline.launcher.simulate import simulate as simulate
     from paceline.model.gradient import Gradient as Gradient
     from paceline.record.result import Result as Result
@@ -61,6 +62,7 @@ _MODULES = {
     "join": "paceline.common.faults",
     "kill": "paceline.common.faults",
     "launch": "paceline.launcher.launch",
+    "paced": "paceline.launcher.paced",
     "simulate": "paceline.launcher.simulate",
     "slow": "paceline.common.faults",
 }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.strategies import make_strategy, strategy_spec
+from paceline.launcher.paced import check_method
+from paceline.strategies import strategy_spec
 from paceline.training.worker import Worker, current_worker
 
 
@@ -21,15 +22,14 @@ def worker_of_run(method: str | None = None) -> Worker:
             "there is no run yet: call this in the function that pl.launch or pl.simulate is given,"
             " or inside of `with pl.init(...)`"
         )
-    run = strategy_spec(worker.strategy)
-    if method is not None and strategy_spec(make_strategy(method)) != run:
-        raise UsageError(f"strategy ({method}) must be that of the run, {run}; or leave it out")
+    check_method(worker, method)
     if worker.saves:
         raise UsageError(
             "checkpoint_steps, checkpoint_minutes and resume must not be used with a trainer, whose"
             " loop they cannot repeat: it makes checkpoints of its own"
         )
     if worker.late and worker.strategy.synchronous:
+        run = strategy_spec(worker.strategy)
         raise UsageError(f"a trainer cannot join {run} in mid-run: its workers keep step")
     return worker
 

@@ -60,7 +60,7 @@ class JointStep:
         """Make one step."""
         optimizer = self._optimizer
         hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-        joint = hooks == 1 and self._flat.is_gathered() and self._take()  # the hook is our own
+        joint = hooks <= 1 and self._flat.is_gathered() and self._take()  # one hook is our own
         if not joint:
             self._shown = None
             return optimizer.step()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from paceline.errors import UsageError
 from paceline.model.flat import Allocate, Flat
 from paceline.model.gradient import Gradient
 from paceline.model.joint_step import JointStep
+
+DirectStep = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""What is called with the arguments of a step; it returns those for the optimizer's own code."""
 
 
 class Replica:
@@ -34,7 +38,8 @@ class Replica:
         joint = JointStep.suits(self.flat, optimizer)
         self._stepper = JointStep(self.flat, optimizer) if joint else optimizer
         self._updating = False
-        self._hook = optimizer.register_step_pre_hook(self._refuse_direct_step)
+        self._on_direct_step: DirectStep = _refuse_direct_step
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def local_update(self, g: Gradient) -> None:
         """If the gradient is usable: clip it if requested, then step the user's optimizer."""
@@ -46,13 +51,15 @@ class Replica:
             finally:
                 self._updating = False
 
-    def _refuse_direct_step(self, *_: Any) -> None:
-        """Refuse a step of the user's optimizer outside of :meth:`local_update`."""
-        if not self._updating:
-            raise UsageError(
-                "step() was called on the optimizer that was given to worker.setup; call it on the"
-                " one that it returned: model, optimizer = worker.setup(model, optimizer)"
-            )
+    def _before_step(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let only :meth:`local_update` step the user's optimizer."""
+        return None if self._updating else self._on_direct_step(args, kwargs)
+
+    def redirect(self, act: DirectStep) -> None:
+        """Call ``act`` for steps outside of :meth:`local_update`, in place of refusing them."""
+        self._on_direct_step = act
 
     def release(self) -> None:
         """After the run, let the user call the optimizer again."""
@@ -194,3 +201,10 @@ class Replica:
         """Delete the optimizer's buffers; it starts again without them."""
         for span in self.flat.spans:
             self.optimizer.state.pop(span.parameter, None)
+
+
+def _refuse_direct_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise UsageError(
+        "step() was called on the optimizer that was given to worker.setup; call it on the"
+        " one that it returned: model, optimizer = worker.setup(model, optimizer)"
+    )

@@ -23,6 +23,7 @@ from paceline.common.generators import all_seeded, read_generators, write_genera
 from paceline.common.options import above, at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.model.replica import DirectStep
 from paceline.record.result import Metric
 from paceline.strategies.base import warn_of_long_interval
 from paceline.training.loader import PacedLoader, Position, Sharing, moved
@@ -208,6 +209,10 @@ class Worker:
         """
         above("max_norm", max_norm, 0)
         self._session.running.max_norm = max_norm
+
+    def redirect_steps(self, act: DirectStep) -> None:
+        """Have ``act`` called for steps of the optimizer that was given to :meth:`setup`."""
+        self._session.running.replica.redirect(act)
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this worker's own batches, of those parameters that have one."""
