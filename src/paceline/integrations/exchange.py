@@ -66,18 +66,32 @@ class Exchange:
             return value
         return self._worker.reduce(value, "mean" if name == "mean" else "sum")
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all workers, stacked."""
+    def must_wait(self, what: str) -> None:
+        """Refuse what needs all workers at once, where they do not wait for each other."""
         worker = self._worker
         if worker.size > 1 and not self.together:
             raise UsageError(
-                "all_gather waits for all workers, and those of"
-                f" {strategy_spec(worker.strategy)} do not wait: use what each worker has"
+                f"{what} waits for all workers, and those of {strategy_spec(worker.strategy)} do"
+                " not wait: use what each worker has, or evaluate on the one that leads"
             )
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all workers, stacked."""
+        worker = self._worker
+        self.must_wait("gather")
         rows = torch.zeros(worker.size, *tensor.shape, dtype=torch.float64)
         rows[worker.rank] = tensor.detach().double().cpu()
         gathered: Tensor = worker.reduce(rows, "sum") if worker.size > 1 else rows
         return gathered.to(tensor.device, tensor.dtype)
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """The rows of all workers' tensors, one after the other; each may have its own number."""
+        rows = tensor if tensor.dim() else tensor[None]
+        counts = self.gather(torch.tensor(len(rows))).tolist()
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = zip(self.gather(padded), counts, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
 
     def broadcast(self, thing: Any, src: int = 0) -> Any:
         """What worker ``src`` has, on all workers of a lockstep method: what JSON can hold."""

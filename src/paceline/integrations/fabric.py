@@ -19,7 +19,6 @@ from paceline.integrations.exchange import (
     refuse_clipping_by_value,
     worker_of_run,
 )
-from paceline.strategies import strategy_spec
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
@@ -113,12 +112,7 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or the sum over all workers; refused where they do not wait."""
-        if self.worker.size > 1 and not self._exchange.together:
-            raise UsageError(
-                f"fabric.all_reduce waits for all workers, and those of"
-                f" {strategy_spec(self.worker.strategy)} do not wait: use what each worker has, or"
-                " evaluate on the one that leads, in fabric.strategy.worker.answer()"
-            )
+        self._exchange.must_wait("fabric.all_reduce")
         return self._exchange.reduce(tensor, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

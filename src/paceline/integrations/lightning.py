@@ -155,12 +155,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         Where workers do not wait, it is the worker's own value, which a validation has over all
         data; for other values that would be wrong.
         """
-        alone = self._exchange.together or self.worker.size == 1 or not self.worker.began
-        if self._trainer.training and not alone:
-            raise UsageError(
-                "sync_dist=True waits for all workers in a training step, and those of"
-                f" {strategy_spec(self.worker.strategy)} do not wait: log without it"
-            )
+        if self._trainer.training and self.worker.began:
+            self._exchange.must_wait("sync_dist=True in training_step")
         return self._exchange.reduce(tensor, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
