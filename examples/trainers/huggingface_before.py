@@ -5,8 +5,8 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 
-class Majority(Dataset):
-    """Sequences of the tokens 1 and 2; the label says whether there are more of the second."""
+class FirstTokens(Dataset):
+    """Sequences of the tokens 1 and 2; the label says which one comes first."""
 
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -17,7 +17,7 @@ class Majority(Dataset):
 
     def __getitem__(self, index):
         tokens = self.tokens[index]
-        return {"input_ids": tokens, "labels": ((tokens == 2).sum() > 4).long()}
+        return {"input_ids": tokens, "labels": tokens[0] - 1}
 
 
 def accuracy(predicted):
@@ -45,8 +45,8 @@ def train():
     trainer = Trainer(
         BertForSequenceClassification(config),
         args,
-        train_dataset=Majority(640, seed=0),
-        eval_dataset=Majority(256, seed=1),
+        train_dataset=FirstTokens(640, seed=0),
+        eval_dataset=FirstTokens(256, seed=1),
         compute_metrics=accuracy,
     )
     trainer.train()

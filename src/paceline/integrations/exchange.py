@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.common.options import one_of
 from paceline.errors import UsageError
 from paceline.launcher.paced import check_method
 from paceline.strategies import strategy_spec
@@ -55,16 +56,21 @@ class Exchange:
         if self.together:
             self._worker.reduce(0)
 
-    def reduce(self, value: Any, op: str = "mean") -> Any:
-        """The mean or the sum of a tensor or a number over all workers, where they wait."""
-        name = str(op).rpartition(".")[2].lower()
-        if name == "avg":
-            name = "mean"
-        if name not in ("mean", "sum"):
-            raise UsageError(f"reduce_op ({op}) must be mean or sum")
+    def reduce(self, value: Any, op: Any = "mean") -> Any:
+        """The mean, sum, maximum or minimum over all workers; the own value, if they do not wait.
+
+        Args:
+            value: a tensor or a number.
+            op: its name, or torch's name for it.
+        """
+        name = str(op).rpartition(".")[2].lower().replace("avg", "mean")
+        one_of("reduce_op", name, ("mean", "sum", "max", "min"))
         if not self.together:
             return value
-        return self._worker.reduce(value, "mean" if name == "mean" else "sum")
+        if name in ("mean", "sum"):
+            return self._worker.reduce(value, "mean" if name == "mean" else "sum")
+        rows = self.gather(torch.as_tensor(value))
+        return rows.amax(0) if name == "max" else rows.amin(0)
 
     def must_wait(self, what: str) -> None:
         """Refuse what needs all workers at once, where they do not wait for each other."""

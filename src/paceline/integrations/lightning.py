@@ -24,7 +24,7 @@ from paceline.strategies import strategy_spec
 from paceline.training.loader import PacedLoader, Position
 
 try:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 except ImportError:
     needs = 'paceline.integrations.lightning needs Lightning: pip install "paceline[lightning]"'
@@ -49,6 +49,8 @@ class PacelineStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "paceline"
+    is_distributed = True
+    """Else Lightning would not call :meth:`reduce` for ``self.log(..., sync_dist=True)``."""
 
     def __init__(self, method: str | None = None) -> None:
         self.worker = worker_of_run(method)
@@ -56,7 +58,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         self.world_size = self.worker.size
         self.global_rank = self.worker.rank
         self._exchange, self._answering = Exchange(self.worker), ExitStack()
-        self._configuring = False
+        self._configuring, self._shared = False, None
         let_leader_be_zero()
 
     @property
@@ -65,6 +67,11 @@ class PacelineStrategy(SingleDeviceStrategy):
         return self.worker.leads
 
     # Setting up ----------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        """Meet the module, and divide its data in Lightning's place."""
+        super().connect(model)
+        model.trainer._accelerator_connector.use_distributed_sampler = False
 
     def setup(self, trainer: Trainer) -> None:
         """Tie the model and its optimizer to the run, if they are to be trained."""
@@ -119,14 +126,15 @@ class PacelineStrategy(SingleDeviceStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        if len(trainer.fit_loop._combined_loader.flattened if trainer.fit_loop._combined_loader else [0]) != 1:
-            raise UsageError("fit takes one training loader")
         if not isinstance(dataloader, DataLoader):
             kind = type(dataloader).__name__
             raise UsageError(f"train_dataloaders ({kind}) must be a torch DataLoader")
-        planned = trainer.max_epochs if self.worker.began and trainer.max_epochs else None
+        if self._shared not in (None, dataloader):
+            raise UsageError("train_dataloaders must be one loader: workers share its data")
+        self._shared = dataloader
+        planned = trainer.max_epochs if self.worker.began and trainer.max_epochs else 0
         paced = self.worker.setup_dataloaders(
-            dataloader, epochs=planned if planned and planned > 0 else None
+            dataloader, epochs=planned if planned > 0 else None
         )
         if self.worker.keeps_length:
             return SizedEpochs(paced, trainer, self)
