@@ -1,4 +1,4 @@
-"""Accelerate by itself, twice: ``accelerate_before.py`` alone, ``accelerate_after.py`` on workers."""
+"""Accelerate by itself, twice: ``accelerate_before.py`` alone, ``.._after.py`` on workers."""
 
 import torch
 from torch import nn

@@ -15,9 +15,7 @@ class Trainer:
     def __init__(self):
         x_train, y_train, *self.test = load_images()
         self.loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
-        self.model = nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         self.schedule = StepLR(self.optimizer, step_size=2, gamma=0.5)
 

@@ -37,6 +37,9 @@ def name_of(path):
 
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 MODULES = [name for name in FILES if not name.endswith(".__main__")]
+TRAINERS = [f"paceline.integrations.{name}" for name in ("accelerate", "fabric", "lightning")]
+TRAINERS += ["paceline.integrations.huggingface"]
+"""Modules that need packages which are not here; tests/integrations imports them."""
 
 
 @cache
@@ -164,6 +167,7 @@ ARROWS = {
     "strategies": "errors common comm model",
     "training": "errors common checkpoint record comm sim model strategies",
     "launcher": "errors common checkpoint record comm sim strategies training",
+    "integrations": "errors common launcher strategies training",
     "lab": "errors common checkpoint record comm sim model strategies training launcher",
     "report": "errors common record strategies lab",
     "cli": "errors common record comm sim strategies launcher lab report",
@@ -291,7 +295,14 @@ def test_every_public_name_has_a_docstring(name):
     assert not missing, f"{name}: {missing}"
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_that_is_not_there_says_what_to_install(name):
+    message = r'needs .*: pip install "paceline\[(lightning|huggingface)\]"'
+    with pytest.raises(ImportError, match=message):
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in TRAINERS])
 def test_the_examples_in_docstrings_are_true(name):
     module = load(name)
     runner = doctest.DocTestRunner()

@@ -63,9 +63,9 @@ def test_each_sample_is_trained_on_once_an_epoch(strategy):
         return module
 
     simulated(train, strategy, cluster="mixed-lab")
-    assert {epoch: sorted(numbers) for epoch, numbers in seen.items()} == dict.fromkeys(
-        range(3), list(range(100))
-    )
+    assert {epoch: sorted(numbers) for epoch, numbers in seen.items()} == {
+        epoch: list(range(100)) for epoch in range(3)
+    }
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -104,7 +104,9 @@ def test_the_last_batches_of_an_epoch_are_stepped_and_validated():
             on_validation_end=lambda self: validated.append((worker.rank, self.current_epoch)),
         )
         _, trainer = fit(
-            module, [trained.loader(), trained.loader(32)], accumulate_grad_batches=2,
+            module,
+            [trained.loader(), trained.loader(32)],
+            accumulate_grad_batches=2,
             num_sanity_val_steps=0,
         )
         return trainer.global_step, len(module.losses), [epoch for epoch, _ in module.batches]
@@ -223,7 +225,7 @@ def test_early_stopping_ends_all_workers(strategy):
 
 def test_workers_of_a_lockstep_method_exchange():
     def train(worker):
-        module, trainer = fit(strategy=PacelineStrategy("allreduce"), max_epochs=1)
+        fit(strategy=PacelineStrategy("allreduce"), max_epochs=1)
         return True
 
     def note(self):
@@ -239,7 +241,7 @@ def test_workers_of_a_lockstep_method_exchange():
     got = {}
 
     def exchanging(worker):
-        module, trainer = fit(new_module(lightning, on_train_epoch_end=note), max_epochs=1)
+        _, trainer = fit(new_module(lightning, on_train_epoch_end=note), max_epochs=1)
         return [trainer.callback_metrics[name].item() for name in ("mean", "most")]
 
     returned, _ = simulated(exchanging, "allreduce")
@@ -319,7 +321,7 @@ def test_it_needs_a_run_with_this_method_and_without_checkpoints(make, folder):
         make()
     with pytest.raises(pl.UsageError, match=r"strategy \(sasgd\) must be that of the run, gossip"):
         simulated(lambda worker: make("sasgd"))
-    with pytest.raises(pl.UsageError, match="checkpoint_steps, .* must not be used"):
+    with pytest.raises(pl.UsageError, match=r"checkpoint_steps, .* must not be used"):
         simulated(lambda worker: make(), "allreduce", out=folder / "run", checkpoint_steps=5)
 
 

@@ -23,10 +23,7 @@ try:
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import recursively_apply
 except ImportError:
-    needs = (
-        "paceline.integrations.accelerate needs accelerate: pip install"
-        ' "paceline[huggingface]"'
-    )
+    needs = 'paceline.integrations.accelerate needs accelerate: pip install "paceline[huggingface]"'
     raise ImportError(needs) from None
 
 
@@ -126,7 +123,9 @@ class Accelerator(accelerate.Accelerator):
 
     # Training ------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         """Clip the gradient that the next step applies; returns the norm of this worker's own."""
         if norm_type != 2:
             raise UsageError(f"norm_type ({norm_type}) must be 2")

@@ -127,7 +127,6 @@ class Exchange:
         return decision and (all_must or worker.leads)
 
 
-
 def clip_norm(worker: Worker, max_norm: float) -> Tensor:
     """Have the next step clip the gradient that it applies; return the norm of this worker's."""
     worker.clip_gradients(float(max_norm))

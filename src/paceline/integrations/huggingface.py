@@ -29,7 +29,11 @@ except ImportError:
     raise ImportError(needs) from None
 
 
-class OnWorkers:
+Base: Any = object
+"""What a mixin for any trainer is, to type checkers."""
+
+
+class OnWorkers(Base):
     """Trains on the worker of this process, with the method of the run; comes before ``Trainer``.
 
     Training data is divided among the workers. Each worker evaluates on the whole evaluation set,
@@ -37,6 +41,9 @@ class OnWorkers:
     asynchronous method the schedule follows the steps of all workers, and ``max_steps`` are those
     of each.
     """
+
+    args: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.worker = worker_of_run()
@@ -50,7 +57,7 @@ class OnWorkers:
         """Train, and leave the method's answer in the model."""
         if resume_from_checkpoint:
             raise UsageError(
-                f"resume_from_checkpoint ({resume_from_checkpoint}) must not be given: the checkpoint"
+                f"resume_from_checkpoint ({resume_from_checkpoint}) must not be given: a checkpoint"
                 " is of one worker; begin with its model, by from_pretrained"
             )
         self.callback_handler.callbacks.sort(key=lambda callback: isinstance(callback, _Leading))

@@ -48,6 +48,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         worker: that this trains on.
     """
 
+    optimizers: list[Optimizer]
     strategy_name = "paceline"
     is_distributed = True
     """Else Lightning would not call :meth:`reduce` for ``self.log(..., sync_dist=True)``."""
@@ -58,7 +59,8 @@ class PacelineStrategy(SingleDeviceStrategy):
         self.world_size = self.worker.size
         self.global_rank = self.worker.rank
         self._exchange, self._answering = Exchange(self.worker), ExitStack()
-        self._configuring, self._shared = False, None
+        self._configuring = False
+        self._shared: object = None
         let_leader_be_zero()
 
     @property
@@ -80,7 +82,7 @@ class PacelineStrategy(SingleDeviceStrategy):
         if trainer.state.fn != "fit":
             return
         self._check(trainer)
-        model, optimizer = self.worker.setup(self.lightning_module, self.optimizers[0])
+        _, optimizer = self.worker.setup(self.lightning_module, self.optimizers[0])
         self.optimizers = [optimizer]
         self.precision_plugin.clip_gradients = self._clip_gradients
         # else Lightning has all workers wait for each other before each batch, under torchrun
@@ -133,9 +135,7 @@ class PacelineStrategy(SingleDeviceStrategy):
             raise UsageError("train_dataloaders must be one loader: workers share its data")
         self._shared = dataloader
         planned = trainer.max_epochs if self.worker.began and trainer.max_epochs else 0
-        paced = self.worker.setup_dataloaders(
-            dataloader, epochs=planned if planned > 0 else None
-        )
+        paced = self.worker.setup_dataloaders(dataloader, epochs=planned if planned > 0 else None)
         if self.worker.keeps_length:
             return SizedEpochs(paced, trainer, self)
         if self._configuring and trainer.max_steps == -1:
@@ -232,12 +232,13 @@ class Epochs:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        loop, number = self._trainer.fit_loop, 0
-        for number, batch in enumerate(self._paced, 1):
+        loop, empty = self._trainer.fit_loop, True
+        for batch in self._paced:
+            empty = False
             if self._paced.looks_ahead:
                 loop._data_fetcher.done = self._paced.at_last
             yield batch
-        if number == 0:  # then Lightning forgets the schedules that count epochs
+        if empty:  # then Lightning forgets the schedules that count epochs
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if self._strategy.worker.stopping:
             self._trainer.should_stop = True
