@@ -170,6 +170,7 @@ def bert_arguments(folder, **more):
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": BATCH,
         "train_sampling_strategy": "sequential",
+        "average_tokens_across_devices": False,  # else each loss counts twice in DDP
         "learning_rate": 5e-3,
         "use_cpu": True,
         "report_to": "none",

@@ -175,13 +175,13 @@ def _arguments_of(args: Any, worker: Worker) -> Any:
 
 def _follow_progress(schedule: Any, worker: Worker, total: int) -> None:
     """Have the steps of a schedule follow the share of the data that all workers have taken."""
-    step = schedule.step
+    plain: Any = type(schedule)
 
-    def follow(*args: Any, **kwargs: Any) -> None:
-        while schedule.last_epoch < int(worker.progress * (total - 1)):
-            step(*args, **kwargs)
+    def follow(self: Any, *args: Any, **kwargs: Any) -> None:
+        while self.last_epoch < int(worker.progress * (total - 1)):
+            plain.step(self, *args, **kwargs)
 
-    schedule.step = follow
+    schedule.__class__ = type(plain.__name__, (plain,), {"step": follow})  # its state is saved
 
 
 class _Leading(TrainerCallback):
