@@ -676,3 +676,62 @@ def test_batches_lost_after_the_last_collective_are_counted(method, kill_at, int
     taken, result = survive(f"{method}(interval={interval})", kill_at, epochs=2)
     unseen = 2 * 240 - taken.total() - 4 * since
     assert result.lost_batches == 30 - since and unseen == 4 * result.lost_batches
+
+
+# Looking ahead -----------------------------------------------------------------------------------
+
+
+class Streamed(IterableDataset):
+    """Numbers, one after the other."""
+
+    def __iter__(self):
+        return iter(range(22))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("data", ["shard", "queue", "static"])
+def test_a_loader_that_looks_ahead_knows_the_last_batch(data, streams):
+    """It gives the same batches; each worker's last one of an epoch, and no other, is its last."""
+    seen = {False: [], True: []}
+    lasts = []
+
+    def train(worker, ahead):
+        model = nn.Linear(1, 1)
+        model, optimizer = worker.setup(model, SGD(model.parameters(), lr=0.1))
+        source = Streamed() if streams else TensorDataset(torch.arange(22))
+        loader = worker.setup_dataloaders(DataLoader(source, batch_size=4), data=data)
+        loader.looks_ahead = ahead
+        for _ in range(2):
+            told = []
+            for batch in loader:
+                values = batch if streams else batch[0]
+                seen[ahead].extend((loader.epoch, value) for value in values.tolist())
+                told.append(loader.at_last)
+                optimizer.zero_grad()
+                model(values[:, None].float()).sum().backward()
+                optimizer.step()
+            if ahead and told:
+                lasts.append(told == [False] * (len(told) - 1) + [True])
+
+    for ahead in (False, True):
+        pl.simulate(train, workers=2, strategy="gossip", arguments={"ahead": ahead})
+    assert sorted(seen[True]) == sorted(seen[False])
+    assert len(lasts) > 1 and all(lasts)
+
+
+def test_a_batch_that_was_drawn_ahead_goes_to_others_when_its_worker_is_lost():
+    seen = []
+
+    def train(worker):
+        model = nn.Linear(1, 1)
+        model, optimizer = worker.setup(model, SGD(model.parameters(), lr=0.1))
+        loader = worker.setup_dataloaders(DataLoader(TensorDataset(torch.arange(40)), batch_size=2))
+        loader.looks_ahead = True
+        for (values,) in loader:
+            optimizer.zero_grad()
+            model(values[:, None].float()).sum().backward()
+            optimizer.step()
+            seen.extend(values.tolist())
+
+    pl.simulate(train, workers=3, strategy="gossip", faults=[pl.kill(rank=1).at(step=2)])
+    assert sorted(seen) == list(range(40))

@@ -68,6 +68,10 @@ class PacelineStrategy(SingleDeviceStrategy):
         """Whether this worker leads."""
         return self.worker.leads
 
+    @property
+    def _trainer(self) -> Trainer:
+        return self.lightning_module.trainer
+
     # Setting up ----------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
@@ -77,7 +81,6 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Tie the model and its optimizer to the run, if they are to be trained."""
-        self._trainer = trainer
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -85,7 +88,16 @@ class PacelineStrategy(SingleDeviceStrategy):
         _, optimizer = self.worker.setup(self.lightning_module, self.optimizers[0])
         self.optimizers = [optimizer]
         self.precision_plugin.clip_gradients = self._clip_gradients
-        # else Lightning has all workers wait for each other before each batch, under torchrun
+        self._wait_for_nobody(trainer)
+
+    def _wait_for_nobody(self, trainer: Trainer) -> None:
+        """Under torchrun, Lightning would wait at each batch, and metrics where they are computed.
+
+        A metric of a validation has seen all data on each worker.
+        """
+        for module in self.lightning_module.modules():
+            if hasattr(module, "distributed_available_fn"):
+                module.distributed_available_fn = lambda: False
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def _check(self, trainer: Trainer) -> None:
@@ -125,7 +137,7 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the training data among the workers; leave other data as it is."""
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not trainer.training:
             return dataloader
         if not isinstance(dataloader, DataLoader):
