@@ -13,12 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
-from paceline.integrations.exchange import (
-    Exchange,
-    clip_norm,
-    refuse_clipping_by_value,
-    worker_of_run,
-)
+from paceline.integrations.exchange import clip_norm, refuse_clipping_by_value
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
@@ -26,10 +21,10 @@ except ImportError:
     needs = 'paceline.integrations.fabric needs Lightning: pip install "paceline[lightning]"'
     raise ImportError(needs) from None
 
-from paceline.integrations.leading import let_leader_be_zero
+from paceline.integrations.leading import OnWorker
 
 
-class PacelineStrategy(SingleDeviceStrategy):
+class PacelineStrategy(OnWorker, SingleDeviceStrategy):
     """Trains on the worker of this process, with the method of the run.
 
     ``fabric.setup(model, optimizer)`` is ``worker.setup``, and ``fabric.setup_dataloaders`` is
@@ -39,23 +34,7 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     Args:
         method: of the run, if it is to be checked.
-
-    Attributes:
-        worker: that this trains on.
     """
-
-    def __init__(self, method: str | None = None) -> None:
-        self.worker = worker_of_run(method)
-        super().__init__(device=self.worker.device)
-        self.world_size = self.worker.size
-        self.global_rank = self.worker.rank
-        self._exchange = Exchange(self.worker)
-        let_leader_be_zero()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this worker leads."""
-        return self.worker.leads
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -102,28 +81,10 @@ class PacelineStrategy(SingleDeviceStrategy):
         refuse_clipping_by_value(self.worker)
         super().clip_gradients_value(module, optimizer, clip_val)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all workers of a lockstep method; those of others go on."""
-        self._exchange.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What worker ``src`` has, on all workers of a lockstep method."""
-        return self._exchange.broadcast(obj, src)
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or the sum over all workers; refused where they do not wait."""
         self._exchange.must_wait("fabric.all_reduce")
         return self._exchange.reduce(tensor, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers of a lockstep method."""
-        if sync_grads:
-            raise UsageError("sync_grads (True) must be False: gradients stay on their worker")
-        return self._exchange.gather(tensor)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One decision of all workers; where they do not wait, see ``Exchange.decide``."""
-        return self._exchange.decide(decision, all)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The method's answer, on the worker that saves it."""

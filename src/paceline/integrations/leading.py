@@ -1,10 +1,14 @@
-"""Lightning's global rank, which logs and saves where it is 0, for the worker that leads."""
+"""What Lightning's two strategies share: the worker, and the one that leads as global rank 0."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from paceline.training.worker import current_worker
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.integrations.exchange import Exchange, worker_of_run
+from paceline.training.worker import Worker, current_worker
 
 
 class LeadingRank:
@@ -52,3 +56,43 @@ def let_leader_be_zero() -> None:
     function: Any = rank_zero_only
     if not isinstance(getattr(function, "rank", None), LeadingRank):
         function.rank = LeadingRank(getattr(function, "rank", None) or 0)
+
+
+class OnWorker:
+    """A strategy of Lightning on the worker of this process; comes before Lightning's own class.
+
+    Attributes:
+        worker: that this trains on.
+    """
+
+    worker: Worker
+
+    def __init__(self, method: str | None = None) -> None:
+        self.worker = worker_of_run(method)
+        super().__init__(device=self.worker.device)  # type: ignore[call-arg]  # of Lightning's class
+        self.world_size, self.global_rank = self.worker.size, self.worker.rank
+        self._exchange = Exchange(self.worker)
+        let_leader_be_zero()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker leads."""
+        return self.worker.leads
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers of a lockstep method; those of others go on."""
+        self._exchange.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What worker ``src`` has, on all workers of a lockstep method."""
+        return self._exchange.broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all workers of a lockstep method."""
+        if sync_grads:
+            raise UsageError("sync_grads (True) must be False: gradients stay on their worker")
+        return self._exchange.gather(tensor)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One decision of all workers; where they do not wait, see ``Exchange.decide``."""
+        return self._exchange.decide(decision, all)

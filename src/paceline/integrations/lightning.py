@@ -9,17 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
-from paceline.integrations.exchange import (
-    Exchange,
-    clip_norm,
-    refuse_clipping_by_value,
-    worker_of_run,
-)
+from paceline.integrations.exchange import clip_norm, refuse_clipping_by_value
 from paceline.strategies import strategy_spec
 from paceline.training.loader import PacedLoader, Position
 
@@ -30,10 +24,10 @@ except ImportError:
     needs = 'paceline.integrations.lightning needs Lightning: pip install "paceline[lightning]"'
     raise ImportError(needs) from None
 
-from paceline.integrations.leading import let_leader_be_zero
+from paceline.integrations.leading import OnWorker
 
 
-class PacelineStrategy(SingleDeviceStrategy):
+class PacelineStrategy(OnWorker, SingleDeviceStrategy):
     """Trains on the worker of this process, with the method of the run.
 
     Training data is divided among the workers. Each worker validates, tests and predicts on all
@@ -43,9 +37,6 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     Args:
         method: of the run, if it is to be checked.
-
-    Attributes:
-        worker: that this trains on.
     """
 
     optimizers: list[Optimizer]
@@ -54,19 +45,10 @@ class PacelineStrategy(SingleDeviceStrategy):
     """Else Lightning would not call :meth:`reduce` for ``self.log(..., sync_dist=True)``."""
 
     def __init__(self, method: str | None = None) -> None:
-        self.worker = worker_of_run(method)
-        super().__init__(device=self.worker.device)
-        self.world_size = self.worker.size
-        self.global_rank = self.worker.rank
-        self._exchange, self._answering = Exchange(self.worker), ExitStack()
+        super().__init__(method)
+        self._answering = ExitStack()
         self._configuring = False
         self._shared: object = None
-        let_leader_be_zero()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this worker leads."""
-        return self.worker.leads
 
     @property
     def _trainer(self) -> Trainer:
@@ -161,14 +143,6 @@ class PacelineStrategy(SingleDeviceStrategy):
 
     # What workers do together --------------------------------------------------------------------
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all workers of a lockstep method; those of others go on."""
-        self._exchange.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What worker ``src`` has, on all workers of a lockstep method."""
-        return self._exchange.broadcast(obj, src)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or the sum over all workers of a lockstep method.
 
@@ -178,16 +152,6 @@ class PacelineStrategy(SingleDeviceStrategy):
         if self._trainer.training and self.worker.began:
             self._exchange.must_wait("sync_dist=True in training_step")
         return self._exchange.reduce(tensor, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers of a lockstep method."""
-        if sync_grads:
-            raise UsageError("sync_grads (True) must be False: gradients stay on their worker")
-        return self._exchange.gather(tensor)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """One decision of all workers; where they do not wait, see ``Exchange.decide``."""
-        return self._exchange.decide(decision, all)
 
     # The answer ----------------------------------------------------------------------------------
 
