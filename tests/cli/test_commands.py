@@ -54,8 +54,10 @@ def test_a_real_run_learns(strategy, outcome, tmp_path):
     written = sorted(p.name for p in (tmp_path / output["out"]).iterdir())
     assert written == [
         "config.json",
+        "events.jsonl",
         "metrics.jsonl",
         "model.safetensors",
+        "progress.jsonl",
         "result.json",
         "trace.jsonl",
     ]
@@ -125,6 +127,8 @@ def test_standing_for_another_model_is_said_in_every_output(command, outcome, pa
         (["--checkpoint-steps", "5"], "train can call worker.save there"),
         (["--on", "ray"], "the launcher has chosen the hosts"),
         (["--listen", "10.0.0.1:7000"], "the launcher has chosen the hosts"),
+        (["--live"], "nobody there receives what all workers log"),
+        (["--log", "csv"], "nobody there receives what all workers log"),
     ],
 )
 def test_options_that_a_launcher_decides_are_refused(option, why, paceline, monkeypatch):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,22 @@ def name_of(path):
 
 
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-MODULES = [name for name in FILES if not name.endswith(".__main__")]
-TRAINERS = [f"paceline.integrations.{name}" for name in ("accelerate", "fabric", "lightning")]
-TRAINERS += ["paceline.integrations.huggingface"]
-"""Modules that need packages which are not here; tests/integrations imports them."""
+NEEDS = {
+    "paceline.integrations.accelerate": "accelerate",
+    "paceline.integrations.fabric": "lightning",
+    "paceline.integrations.huggingface": "transformers",
+    "paceline.integrations.lightning": "lightning",
+    "paceline.record.loggers.to_mlflow": "mlflow",
+    "paceline.record.loggers.to_tensorboard": "tensorboard",
+    "paceline.record.loggers.to_wandb": "wandb",
+    "paceline.watch.page": "starlette",
+}
+"""The modules that import an optional package at their top, because each is made for it."""
+MODULES = [
+    name
+    for name in FILES
+    if not name.endswith(".__main__") and (name not in NEEDS or find_spec(NEEDS[name]))
+]
 
 
 @cache
@@ -170,7 +183,8 @@ ARROWS = {
     "integrations": "errors common launcher strategies training",
     "lab": "errors common checkpoint record comm sim model strategies training launcher",
     "report": "errors common record strategies lab",
-    "cli": "errors common record comm sim strategies launcher lab report",
+    "watch": "errors common record launcher",
+    "cli": "errors common record comm sim strategies launcher lab report watch",
 }
 """Each package, and all that it may import: at its top, in a function, or for types alone.
 
@@ -295,14 +309,17 @@ def test_every_public_name_has_a_docstring(name):
     assert not missing, f"{name}: {missing}"
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name",
+    [n for n in NEEDS if n.startswith("paceline.integrations.") and not find_spec(NEEDS[n])],
+)
 def test_a_trainer_that_is_not_there_says_what_to_install(name):
     message = r'needs .*: pip install "paceline\[(lightning|huggingface)\]"'
     with pytest.raises(ImportError, match=message):
         importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in TRAINERS])
+@pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings_are_true(name):
     module = load(name)
     runner = doctest.DocTestRunner()

@@ -387,8 +387,8 @@ def test_the_folder_records_the_whole_run(tmp_path):
     result = pl.launch(
         runs.train, arguments={"samples": 50}, out=out, on_metric=records.append, **how
     )
-    names = ["config.json", "metrics.jsonl", "model.safetensors", "result.json", "trace.jsonl"]
-    assert sorted(path.name for path in out.iterdir()) == names
+    names = {"config.json", "events.jsonl", "metrics.jsonl", "model.safetensors", "progress.jsonl"}
+    assert {path.name for path in out.iterdir()} == names | {"result.json", "trace.jsonl"}
     assert result.out == str(out)
 
     config = json.loads((out / "config.json").read_text())
@@ -439,8 +439,9 @@ def test_what_an_earlier_run_left_is_removed_and_other_files_stay(tmp_path):
     for name in [*stale, "notes.txt"]:
         (tmp_path / name).write_text("of an earlier run")
     pl.launch(runs.log_surroundings, workers=2, out=tmp_path)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["config.json", "metrics.jsonl", "notes.txt", "result.json", "trace.jsonl"]
+    left = {path.name for path in tmp_path.iterdir()}
+    run_files = {"config.json", "events.jsonl", "metrics.jsonl", "progress.jsonl", "result.json"}
+    assert left == run_files | {"notes.txt", "trace.jsonl"}
     assert json.loads((tmp_path / "result.json").read_text())["workers"] == 2
     assert (tmp_path / "notes.txt").read_text() == "of an earlier run"
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 2

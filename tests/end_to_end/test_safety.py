@@ -101,7 +101,20 @@ def test_no_rank_listens_on_another_address_of_the_host(tmp_path, monkeypatch):
 # Clocks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+DATED = ["record/loggers/base.py", "record/loggers/to_tensorboard.py", "watch/run.py"]
+DATED += ["watch/terminal.py"]
+"""What writes or shows a date, or the age of a file."""
+
+
+def test_only_what_shows_a_date_asks_for_it():
+    root = Path(pl.__file__).parent
+    asks = [path for path in SOURCES if "paceline.common.date" in path.read_text()]
+    assert [str(path.relative_to(root)) for path in asks] == DATED
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.stem != "date"], ids=lambda path: path.stem
+)
 def test_no_duration_uses_the_wall_clock(path):
     wall = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
     for node in ast.walk(ast.parse(path.read_text())):

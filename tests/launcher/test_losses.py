@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.launcher.join_socket import SOCKET, ask
+from paceline.launcher.control_socket import SOCKET, ask
 from paceline.launcher.supervisor import Supervisor
 
 WORKERS, SAMPLES = 4, 240
@@ -290,7 +290,7 @@ def test_a_worker_can_be_added_from_outside(tmp_path):
     answer = {}
     while "rank" not in answer:  # there is no free rank until the worker is lost
         try:
-            answer = ask(tmp_path, {"ask": "join"})
+            answer = ask("join", tmp_path, {"ask": "join"})
         except pl.UsageError:
             assert run.is_alive()  # the run has not begun yet
     run.join()
@@ -299,7 +299,7 @@ def test_a_worker_can_be_added_from_outside(tmp_path):
     assert set(runs.answers(found[0])) == {0, 1, 2, 3}
     assert not (tmp_path / SOCKET).exists()
     with pytest.raises(pl.UsageError, match="must be the folder of a run in progress"):
-        ask(tmp_path, {"ask": "join"})
+        ask("join", tmp_path, {"ask": "join"})
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)

@@ -106,7 +106,7 @@ def test_a_second_run_is_refused_while_the_first_is_running(tmp_path):
 def test_every_way_to_start_a_run_respects_the_lock(paceline, tmp_path):
     pl.simulate(runs.train, workers=2, out=tmp_path / "out", checkpoint_steps=4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    message = r"out \(.*out\) must not be in use: process \d+ is still writing a run there"
+    message = r"out \(.*out\) must not be in use: process \d+ on \S+ is still writing a run there"
     with claim(tmp_path / "out"):
         with pytest.raises(pl.UsageError, match=message):
             pl.launch(runs.train, out=tmp_path / "out", checkpoint_steps=4, resume=True)
@@ -140,7 +140,7 @@ def test_a_killed_run_does_not_block_its_folder(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "held\n"
-            message = f"process {holder.pid} is still"
+            message = f"process {holder.pid} on "
             with pytest.raises(pl.UsageError, match=message), claim(tmp_path):
                 pass
         finally:
@@ -192,6 +192,7 @@ def test_a_simulated_run_on_a_full_disk_continues_without_its_trace(tmp_path):
     ]
     assert run.trace_hash == whole.trace_hash
     names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    names |= {"events.jsonl", "progress.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -204,6 +205,7 @@ def test_real_ranks_on_a_full_disk_continue_without_traces_after_one_warning(tmp
     assert len(caught) == 1 and f"was abandoned: {FULL}" in str(caught[0].message)
     assert run.samples == 2 * 77 and run.model_error is None
     names = {"config.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    names |= {"events.jsonl", "progress.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 

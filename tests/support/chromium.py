@@ -23,7 +23,7 @@ SWITCHES = (
     "--no-first-run",
     "--mute-audio",
     "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--remote-debugging-pipe",
 )
 
@@ -132,8 +132,8 @@ class Chromium:
         os.close(self._in)
         self._process.wait(20)
 
-    def open(self, path: Path, width: int, height: int = 900) -> None:
-        """Open a file in a window of this width, and wait until it is loaded."""
+    def open(self, page: Path | str, width: int, height: int = 900) -> None:
+        """Open a file or an address in a window of this width, and wait until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -142,7 +142,7 @@ class Chromium:
             mobile=width < 500,
         )
         self.requests.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while self.evaluate("document.readyState") != "complete":
             pass
 

@@ -22,6 +22,7 @@ from paceline.cli.options import (
     FaultOptions,
     GlobalBatchSize,
     Listen,
+    Log,
     NoEncryption,
     NoTrace,
     OutputOptions,
@@ -104,6 +105,10 @@ def run(
     no_trace: NoTrace = False,
     global_batch: GlobalBatchSize = None,
     batch: BatchShares = None,
+    log: Log = None,
+    live: Annotated[
+        bool, Option("--live", help="Show the run on a page while it goes on (paceline watch).")
+    ] = False,
     on: Annotated[
         str | None, Option("--on", help="ray: have the workers on the nodes of a Ray cluster.")
     ] = None,
@@ -143,7 +148,7 @@ def run(
         return
     job = _job(training, strategy, saving, no_trace, global_batch, batch)
     screen = training.screen()
-    policy = {**injected.policy(), **saving.policy()}
+    policy = {**injected.policy(), **saving.policy(), "log": log or ()}
     if on is not None:
         one_of("on", on, ("ray",))
     many = {"on": on, "workers_per_host": workers_per_host, "listen": listen}
@@ -153,7 +158,7 @@ def run(
         transport = transport or "hosts"
         if workers is None and workers_per_host is not None:
             workers = hosts * workers_per_host
-    result = job.run(screen, workers, transport, device, injected.script(), policy)
+    result = job.run(screen, workers, transport, device, injected.script(), policy, live)
     if result is not None:
         show_result(screen, result, job.task.name, "real processes")
         _exit_if_failed(result)
@@ -175,6 +180,7 @@ def sim(
     global_batch: GlobalBatchSize = None,
     batch: BatchShares = None,
     batched: Batched = "off",
+    log: Log = None,
     replay: Annotated[
         Path | None,
         Option(
@@ -192,7 +198,7 @@ def sim(
     job = _job(training, strategy, saving, no_trace, global_batch, batch)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
-    policy = {**injected.policy(), **saving.policy(), "batched": batched}
+    policy = {**injected.policy(), **saving.policy(), "batched": batched, "log": log or ()}
     result = job.simulate(screen, workers, target, faults=script, policy=policy)
     show_result(screen, result, job.task.name, target.name)
     _exit_if_failed(result)
@@ -379,6 +385,33 @@ def drill(
     at_least("hosts", hosts, 1)
     trials = d.choose(cases or [], strategy or [], full, simulated, device, hosts)
     d.drill(output.screen(), trials, simulated, seeds, device, hosts)
+
+
+@command(app)
+def watch(
+    output: OutputOptions,
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder that the run writes to.")],
+    page: Annotated[
+        bool, Option("--page", help="Serve a page for a browser, not in this terminal.")
+    ] = False,
+    listen: Annotated[
+        str | None,
+        Option(
+            "--listen",
+            metavar="ADDRESS:PORT",
+            help="Where the page is served. [default: only on this machine, at a free port]",
+        ),
+    ] = None,
+) -> None:
+    """Show a run while it goes on, or after it: how far it is, its workers, its events."""
+    from paceline.cli import watch as w
+
+    if page:
+        w.watch_on_page(output.screen(), run, listen)
+        return
+    if listen is not None:
+        raise UsageError(f"--listen ({listen}) must be given with --page")
+    w.watch_in_terminal(output.screen(), run)
 
 
 @command(app)

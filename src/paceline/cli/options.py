@@ -104,6 +104,16 @@ BenchDevice = Annotated[str, Option("--device", help="cpu, or one GPU: cuda, cud
 Repeats = Annotated[int, Option("--repeats", help="How often each is timed.")]
 
 
+Log = Annotated[
+    list[str] | None,
+    Option(
+        "--log",
+        metavar="NAME",
+        help="Also log to csv, mlflow, tensorboard or wandb; may be repeated.",
+    ),
+]
+
+
 @dataclass(kw_only=True)
 class OutputOptions:
     """The options for a command's output."""

@@ -48,6 +48,15 @@ class Screen:
         if not self.quiet:
             print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
+    def tell(self, text: str) -> None:
+        """Tell people what they need at once, also with ``--quiet``."""
+        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a person looks at a terminal, not a program at the output."""
+        return not self.as_json and not self.quiet and self.console.is_terminal
+
     def show(self, text: str = "") -> None:
         """Show a part of the outcome to people."""
         if not self.as_json:

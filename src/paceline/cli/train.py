@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.screen import LineView, Replayed, Screen, show_result
 from paceline.cli.task import Task, check_device, choose_out, recorded_task
+from paceline.cli.watch import live_page
 from paceline.comm.launchers import launched
 from paceline.common.options import one_of
 from paceline.common.reading import refuse_malformed
@@ -49,6 +50,7 @@ class Job:
         device: str,
         faults: Sequence[Fault] = (),
         policy: Mapping[str, Any] | None = None,
+        live: bool = False,
     ) -> Result | None:
         """Run in real processes: those of another launcher, including this one, or our own.
 
@@ -62,7 +64,7 @@ class Job:
         one_of("transport", chosen, TRANSPORTS)
         check_device(device)
         if world > 1:
-            _refuse_under_launcher({**(policy or {}), "fault": faults})
+            _refuse_under_launcher({**(policy or {}), "fault": faults, "live": live})
             if transport not in (None, "distributed"):
                 raise UsageError(
                     f"transport ({transport}) must be distributed under a launcher; a script with"
@@ -73,7 +75,8 @@ class Job:
         ForkServer.warm_up()
         from paceline.launcher.launch import launch
 
-        with self._watched(screen) as watch:
+        page = live_page(screen, folder) if live else nullcontext()
+        with page, self._watched(screen) as watch:
             return launch(
                 self.task.reference,
                 workers=count,
@@ -142,9 +145,9 @@ class Job:
 
 def join_run(screen: Screen, folder: Path) -> None:
     """Ask a running run to add a worker."""
-    from paceline.launcher.join_socket import ask
+    from paceline.launcher.control_socket import ask
 
-    reply = ask(folder, {"ask": "join"})
+    reply = ask("join", folder, {"ask": "join"})
     if "error" in reply:
         raise PacelineError(f"the run in {folder} cannot take a worker: {reply['error']}")
     screen.show(f"Worker {reply['rank']} joins the run in {folder}.")
@@ -224,6 +227,7 @@ _NOT_UNDER_LAUNCHER = {
     "train can call worker.save there": ("checkpoint_steps", "checkpoint_minutes", "resume"),
     "a lost rank ends the run there": ("on_loss", "max_restarts", "fault"),
     "the launcher has chosen the hosts": ("on", "listen", "hosts"),
+    "nobody there receives what all workers log": ("log", "live"),
 }
 
 

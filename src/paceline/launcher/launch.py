@@ -61,12 +61,12 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     must_match = {name: common[name] for name in _MUST_MATCH}
     checkpoints.prepare({"strategy": repr(spec.method), **must_match}, spec.size)
     common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
-    recorder = RunRecorder(spec.out, spec.on_metric)
+    recorder = RunRecorder(spec.out, spec.on_metric, spec.on_progress, spec.loggers)
     checkpoints.follow(recorder)
     if not spec.trace:
         recorder.no_trace()
     recorder.write_config(_config(spec, policy, common))
-    handlers = _handlers(spec, recorder, checkpoints)
+    handlers = _handlers(recorder, checkpoints)
     try:
         with Stop(checkpoints.on) as stop:
             returned = run_ranks(
@@ -126,6 +126,7 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
         "strategy": repr(spec.method),
         "method": common["strategy"],
         "spec": strategy_spec(spec.method),
+        "synchronous": spec.method.synchronous,
         "on_loss": policy.on_loss,
         "max_restarts": spec.max_restarts,
         "threads": threads_per_rank(spec.size),
@@ -133,14 +134,14 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
 
 
 def _handlers(
-    spec: LaunchSpec, recorder: RunRecorder, checkpoints: CheckpointCoordinator
+    recorder: RunRecorder, checkpoints: CheckpointCoordinator
 ) -> dict[str, Callable[[Message], None]]:
     """The handler of each kind of message that ranks send."""
     return {
         "metric": recorder.metric,
         "event": recorder.event,
         "no_trace": lambda record: recorder.no_trace(record["reason"]),
-        "progress": spec.on_progress or (lambda record: None),
+        "progress": recorder.progress,
         "saved": lambda record: checkpoints.add_report(Saved(**record)),
     }
 

@@ -29,6 +29,7 @@ class Stop:
     """A context manager that handles signals if it is on and in the main thread."""
 
     def __init__(self, on: bool) -> None:
+        self._checkpoints = on
         self._on = on and threading.current_thread() is threading.main_thread()
         self._former: dict[int, Any] = {}
         self._since_s = self._asked_s = 0.0
@@ -47,6 +48,14 @@ class Stop:
         if self.number is not None:
             raise self.error("no checkpoint was made: a second signal came")
         self.number, self._since_s = number, time.monotonic()
+
+    def ask(self) -> dict[str, Any]:
+        """Ask for a final checkpoint, as SIGTERM does; returns the reply to who asked."""
+        if not self._checkpoints:
+            return {"error": "the run makes no checkpoints"}
+        if self.number is None:
+            self.number, self._since_s = signal.SIGTERM, time.monotonic()
+        return {"stopping": True}
 
     def act(self, ranks: Sequence[Rank]) -> None:
         """Ask the ranks for a final checkpoint, if a signal came."""

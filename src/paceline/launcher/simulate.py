@@ -63,7 +63,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         raise UsageError("replay must not be used with checkpoints")
     cluster = asdict(spec.loaded_cluster)
     checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
-    recorder = RunRecorder(spec.out, spec.on_metric)
+    recorder = RunRecorder(spec.out, spec.on_metric, spec.on_progress, spec.loggers)
     checkpoints.follow(recorder)
     world = World(
         spec.loaded_cluster,
@@ -154,7 +154,7 @@ class _Ranks:
             costs=self.world.costs[rank],
             listener=Listener(
                 metric=self.recorder.metric,
-                progress=self.spec.on_progress or (lambda record: None),
+                progress=self.recorder.progress,
                 event=self.recorder.event,
             ),
             elastic=self.policy.goes_on,
@@ -187,6 +187,7 @@ def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dic
     model = spec.loaded_cluster.stands_for
     return {
         "spec": strategy_spec(spec.method),
+        "synchronous": spec.method.synchronous,
         "train": refer_or_name(train),
         "cluster": asdict(spec.loaded_cluster),
         "as_model": stands_for_note(model.model) if model else None,

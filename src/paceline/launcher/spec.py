@@ -25,6 +25,7 @@ from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.many_hosts import ManyHosts
 from paceline.launcher.transports import TRANSPORTS
+from paceline.record.loggers import check_loggers
 from paceline.record.result import OnMetric
 from paceline.sim.cluster import Cluster, load_cluster
 from paceline.sim.models import as_model as stand_for
@@ -131,6 +132,7 @@ class Started(RunSpec):
         workers: the number of workers; the strategy adds its servers and communicators.
         arguments: more keyword arguments for ``train``.
         on_progress: called a few times a second with rank, steps and progress of a worker.
+        log: loggers by name, one or a list: ``csv``, ``mlflow``, ``tensorboard``, ``wandb``.
         on_loss: ``continue`` without a lost worker, or ``stop``; by default asynchronous methods
             continue and synchronous ones stop.
         max_restarts: how many lost workers are restarted in the whole run.
@@ -145,6 +147,7 @@ class Started(RunSpec):
     workers: int
     arguments: Mapping[str, Any] | None = None
     on_progress: OnMetric | None = None
+    log: str | Sequence[str] = ()
     on_loss: str | None = None
     max_restarts: int = 0
     faults: Sequence[Fault] = ()
@@ -152,6 +155,11 @@ class Started(RunSpec):
     checkpoint_minutes: float | None = None
     keep: int = 2
     resume: bool = False
+
+    @functools.cached_property
+    def loggers(self) -> list[str]:
+        """The names of the loggers; refuses one that cannot be used."""
+        return check_loggers(self.log, self.out)
 
     @property
     def size(self) -> int:
@@ -218,6 +226,7 @@ class LaunchSpec(Started, OnDevice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.loggers
         if self.on is None:  # what Ray has is Ray's to say
             check_real_workers(self.workers, self.method)
             self.device_of(0)
@@ -321,6 +330,7 @@ class SimulationSpec(Started):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("batched", self.batched, ("auto", "on", "off"))
+        _ = self.loggers
         check_virtual_workers(self.workers, self.method)
         self.check_global_batch(self.workers)
         self.check_faults(self.all_faults, self.loaded_cluster)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
@@ -22,8 +22,8 @@ from paceline.common.faults import Fault, rank_of
 from paceline.common.options import one_of
 from paceline.common.reference import Reference
 from paceline.errors import CommTimeout, PacelineError, PeerLost, UsageError, WorkerFailed
+from paceline.launcher.control_socket import ControlSocket
 from paceline.launcher.fork_client import ForkServer, readable
-from paceline.launcher.join_socket import JoinSocket
 from paceline.launcher.many_hosts import ManyHosts, split
 from paceline.launcher.places import RankHost, ThisHost
 from paceline.launcher.rank_process import Message, refuse_in_rank
@@ -150,10 +150,10 @@ def run_ranks(
     Returns what each of them returned, in rank order. When one raises, all are ended and its error
     is raised here. When one is lost, the run ends too, unless ``policy`` lets it continue; then the
     lost rank's value is None. ``faults`` are injected into the processes. Ranks that are ``away``
-    are not started at first. In ``folder`` is the socket that accepts requests to add a worker. The
-    run's clock starts at ``start_s``. A keeper holds memory of ``device``, if one is given, through
-    which ranks on that device communicate. With ``hosts``, ranks are on this host and on others,
-    whose agents join first; ``homes`` are those of :func:`~.many_hosts.split`.
+    are not started at first. In ``folder`` is the socket that accepts requests to add a worker and
+    to stop. The run's clock starts at ``start_s``. A keeper holds memory of ``device``, if one is
+    given, through which ranks on that device communicate. With ``hosts``, ranks are on this host
+    and on others, whose agents join first; ``homes`` are those of :func:`~.many_hosts.split`.
     """
     size, limits = len(arguments), limits or Limits()
     policy = policy or MembershipPolicy(True, size, "stop", 0)
@@ -246,7 +246,7 @@ class Supervisor:
         self._common, self._arguments = common, arguments
         self._on_message, self._policy, self._limits = on_message, policy, limits
         self._pause: Watch | None = None
-        self._join_socket: JoinSocket | None = None
+        self._control: ControlSocket | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._unready: set[int] = set()
         self._to_start: list[Rank] = []
@@ -303,7 +303,7 @@ class Supervisor:
     def start_all(self, faults: Sequence[Fault], folder: Path | None) -> None:
         """Start all ranks except late joiners, and schedule the faults.
 
-        Accept requests to add a worker through a socket in ``folder``.
+        Accept requests through a socket in ``folder``.
         """
         for fault in faults:
             if fault.at_step is None:
@@ -314,13 +314,21 @@ class Supervisor:
             if rank.number not in self._common["late"]:
                 self._unready.add(rank.number)
                 self._start(rank)
-        if folder is not None and self._policy.goes_on:
-            self._join_socket = JoinSocket(folder)
+        if folder is not None:
+            with suppress(OSError):  # a file system without sockets
+                self._control = ControlSocket(folder)
 
-    def _add_worker(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Handle a request: start a new process for a worker that was lost."""
-        if request.get("ask") != "join":
-            return {"error": "the only request is to join"}
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Handle a request."""
+        match request.get("ask"):
+            case "join":
+                return self._add_worker()
+            case "stop":
+                return self._stop.ask()
+        return {"error": "the only requests are to join and to stop"}
+
+    def _add_worker(self) -> Mapping[str, Any]:
+        """Start a new process for a worker that was lost."""
         if not self._policy.accepts_joiners:
             return {"error": "its method cannot take workers in during a run"}
         lost = self._lost_workers()
@@ -441,14 +449,14 @@ class Supervisor:
         self._check_helpers()
 
     def _receive_all(self) -> None:
-        door = [] if self._join_socket is None else [self._join_socket.fileno()]
+        door = [] if self._control is None else [self._control.fileno()]
         wake = [] if self._agents is None else [self._agents.wake]
         ready = readable([*door, *wake, *self._here.fds()])
         self._here.receive(ready)
         if self._agents is not None and self._agents.wake in ready:
             os.eventfd_read(self._agents.wake)
-        if self._join_socket is not None and self._join_socket.fileno() in ready:
-            self._join_socket.answer(self._add_worker)
+        if self._control is not None and self._control.fileno() in ready:
+            self._control.answer(self._answer)
         for rank in self.ranks:
             self._receive(rank)
             if rank.running and (code := rank.new_code()) is not None:
@@ -587,8 +595,8 @@ class Supervisor:
 
     def end(self) -> None:
         """End all processes, whatever happened."""
-        if self._join_socket is not None:
-            self._join_socket.close()
+        if self._control is not None:
+            self._control.close()
         processes = [*self.ranks, *(helper.process for helper in self._helpers)]
         for rank in processes:
             rank.signalled = rank.signalled or rank.running

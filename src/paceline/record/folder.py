@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, metrics, trace, and the final model."""
+"""The folder of a run: configuration, metrics, events, trace, and the final model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from socket import gethostname
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +25,27 @@ from paceline._version import __version__
 from paceline.common.files import FILE_MODE, Lines, make_folder, reason_of, write_private
 from paceline.common.reading import read_object
 from paceline.errors import UsageError
+from paceline.record.progress import ProgressLog
 from paceline.record.trace import Trace, merge, warn_of_no_trace
 
 if TYPE_CHECKING:
     from torch import nn
 
-FILES = CONFIG, METRICS, TRACE, MODEL, RESULT = (
+FILES = CONFIG, METRICS, EVENTS, PROGRESS, TRACE, MODEL, RESULT = (
     "config.json",
     "metrics.jsonl",
+    "events.jsonl",
+    "progress.jsonl",
     "trace.jsonl",
     "model.safetensors",
     "result.json",
 )
 LOCK = ".lock"
 """Locked by the process that writes the folder, until it ends."""
+TABLES = ("metrics.csv", "events.csv", "settings.csv")
+"""The files of the logger ``csv``."""
+TENSORBOARD, TENSORBOARD_SUFFIX = "tensorboard", ".paceline"
+"""The folder of the logger ``tensorboard``, and how the names of its files end."""
 TIMELINE = "timeline.json"
 """The file that ``paceline timeline`` writes, unless another name is given."""
 
@@ -49,16 +57,19 @@ class RunFolder:
         self.path = Path(path)
         try:
             make_folder(self.path)
-            files = map(self.path.joinpath, (*FILES, TIMELINE))
-            for stale in [*files, *self.path.glob("trace.*.jsonl")]:
+            files = map(self.path.joinpath, (*FILES, *TABLES, TIMELINE))
+            logs = self.path.glob(f"{TENSORBOARD}/**/*{TENSORBOARD_SUFFIX}")
+            for stale in [*files, *self.path.glob("trace.*.jsonl"), *logs]:
                 stale.unlink(missing_ok=True)
-            self._metrics = Lines(self.path / METRICS, partial(_warn_of, self.path / METRICS))
+            self._metrics, self._events = self._lines(METRICS), self._lines(EVENTS)
+            self.progress = ProgressLog(self._lines(PROGRESS))
         except OSError as error:
             raise _cannot_write(path, error) from None
         self._traced = True
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration of the run and the versions that it uses."""
+        self.progress.synchronous = bool(config.get("synchronous"))
         try:
             write_private(self.path / CONFIG, _config_text(config))
         except OSError as error:
@@ -69,6 +80,10 @@ class RunFolder:
         """Append one line of metrics."""
         self._metrics.add(json.dumps(record) + "\n")
 
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Append one event."""
+        self._events.add(json.dumps(record) + "\n")
+
     def no_trace(self, reason: str | None = None) -> None:
         """Have no trace: none is wanted, or a rank's disk failed for ``reason`` (warns once)."""
         if self._traced and reason is not None:
@@ -77,7 +92,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the open files."""
+        self.progress.close()
+        self._events.close()
         self._metrics.close()
+
+    def _lines(self, name: str) -> Lines:
+        return Lines(self.path / name, partial(_warn_of, self.path / name))
 
     def merge_traces(self, ranks: int) -> None:
         """Merge the traces of all ranks into one; remove them all if one rank's trace failed."""
@@ -313,7 +333,7 @@ def _lock(path: Path, out: str | PathLike[str]) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(lock, 20, 0).decode(errors="replace") or "another"
+            owner = os.pread(lock, 200, 0).decode(errors="replace") or "another"
             os.close(lock)
             raise UsageError(
                 f"out ({out}) must not be in use: process {owner} is still writing a run there;"
@@ -326,8 +346,17 @@ def _lock(path: Path, out: str | PathLike[str]) -> int:
                 break
         os.close(lock)  # the former owner has just removed this file
     with suppress(OSError):  # a full disk
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        os.pwrite(lock, f"{os.getpid()} on {gethostname()}".encode(), 0)
     return lock
+
+
+def is_claimed(folder: Path) -> bool | None:
+    """Whether a process is writing the folder; None if it would be one of another machine."""
+    try:
+        pid, _, machine = (folder / LOCK).read_text().partition(" on ")
+    except (OSError, ValueError):
+        return False
+    return os.path.exists(f"/proc/{pid}") if machine == gethostname() else None
 
 
 def check_out(path: str | PathLike[str]) -> None:

@@ -7,14 +7,17 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from os import PathLike
 from typing import Any
 
-from paceline.errors import NotSaved
+from paceline.errors import NotSaved, UsageError
 from paceline.record.folder import RunFolder, write_result
 from paceline.record.history import Row, totals_at
+from paceline.record.loggers import open_loggers
+from paceline.record.loggers.feed import Feed
 
 Metric = dict[str, Any]
 OnMetric = Callable[[Metric], None]
@@ -178,6 +181,24 @@ class Result:
         times = [m["t"] for m in self.metrics if m.get("accuracy") is not None]
         return [later - earlier for earlier, later in pairwise(times) if later > earlier]
 
+    def frame(self) -> Any:
+        """The metrics as a frame of pandas or, where that is not installed, of polars.
+
+        A row for each record of ``worker.log``; what a record lacks is empty.
+        """
+        with suppress(ImportError):
+            from pandas import DataFrame
+
+            return DataFrame(self.metrics)
+        try:
+            from polars import from_dicts
+        except ImportError:
+            raise UsageError(
+                "result.frame() needs pandas or polars: pip install pandas; result.metrics is the"
+                " same as a list"
+            ) from None
+        return from_dicts(self.metrics, infer_schema_length=None, strict=False)
+
     def to_json(self) -> dict[str, Any]:
         """The fields that ``--json`` prints: those with ``repr=True``."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
@@ -197,18 +218,38 @@ _LOSSES = {"lost", "rejoined", "outlived"}
 
 
 class RunRecorder:
-    """Records metrics and events during a run, and makes its result in the end."""
+    """Records metrics and events during a run, and makes its result in the end.
 
-    def __init__(self, out: str | PathLike[str] | None, on_metric: OnMetric | None) -> None:
+    Args:
+        out: the run's folder, if it has one.
+        on_metric: called with each record of ``worker.log``.
+        on_progress: called with each report of a worker's progress.
+        log: the names of loggers.
+    """
+
+    def __init__(
+        self,
+        out: str | PathLike[str] | None,
+        on_metric: OnMetric | None,
+        on_progress: OnMetric | None = None,
+        log: Sequence[str] = (),
+    ) -> None:
         self.folder = None if out is None else RunFolder(out)
+        self._log, self._feeds = log, list[Feed]()
         self.metrics: list[Metric] = []
         self.events: list[Metric] = []
-        self._on_metric = on_metric
+        self._on_metric, self._on_progress = on_metric, on_progress
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration of the run."""
+        """Write the configuration of the run, and begin to feed its loggers."""
         if self.folder is not None:
             self.folder.write_config(config)
+        folder = None if self.folder is None else self.folder.path
+        self._feeds = open_loggers(self._log, config, folder)
+        for record in self.metrics:
+            self._feed("metric", record)
+        for event in self.events:
+            self._feed("event", event)
 
     def no_trace(self, reason: str | None = None) -> None:
         """Have no trace: none is wanted, or a rank's disk failed for ``reason``."""
@@ -220,12 +261,14 @@ class RunRecorder:
         self.metrics.append(record)
         if self.folder is not None:
             self.folder.metric(record)
+        self._feed("metric", record)
         if self._on_metric is not None:
             self._on_metric(record)
 
     def restore(self, metrics: Sequence[Metric], events: Sequence[Metric]) -> None:
         """Start with the metrics and events of the checkpoint that the run resumes from."""
-        self.events += events
+        for event in events:
+            self._add_event(event)
         for record in metrics:
             self.metrics.append(record)
             if self.folder is not None:
@@ -233,15 +276,34 @@ class RunRecorder:
 
     def event(self, record: Metric) -> None:
         """Add an event: a rank was lost, joined late, rejoined, ..."""
-        self.events.append(record)
+        self._add_event(record)
+        self._feed("event", record)
         print_event(record)
 
+    def progress(self, record: Metric) -> None:
+        """Note how far a worker is, for those who watch the run."""
+        if self.folder is not None:
+            self.folder.progress.note(record)
+        if self._on_progress is not None:
+            self._on_progress(record)
+
+    def _add_event(self, record: Metric) -> None:
+        self.events.append(record)
+        if self.folder is not None:
+            self.folder.event(record)
+
+    def _feed(self, kind: str, record: Metric) -> None:
+        for feed in self._feeds:
+            feed.put(kind, record)
+
     def close(self, ranks: int = 0) -> None:
-        """Close the files; merge the traces of ``ranks`` processes into one."""
+        """Close the files and loggers; merge the traces of ``ranks`` processes into one."""
         if self.folder is not None:
             self.folder.close()
             if ranks:
                 self.folder.merge_traces(ranks)
+        for feed in self._feeds:
+            feed.close()
 
     def result(
         self,

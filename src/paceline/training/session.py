@@ -43,6 +43,7 @@ from paceline.training.hooks import Hook, Loads
 from paceline.training.loader import PacedLoader, Position
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.pending import DrawnBatch, Pass, PendingBatches
+from paceline.training.progress import ProgressReport
 from paceline.training.shares import Shares
 from paceline.training.stepper import Stepper
 
@@ -152,6 +153,7 @@ class Session(RankListener):
         self.finished = False
         self._enroll = enroll
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
+        self._progress_report = ProgressReport(self)
 
     # Beginning -----------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Session(RankListener):
             self.stepper.drew(batch.samples, batch.full)
             loop.samples += batch.samples
             self.epochs_done = max(self.epochs_done, batch.epochs_done)
-            self._report_progress(self.stepper.steps)
+            self._report_progress()
         clock.switch_in()
 
     @property
@@ -319,12 +321,11 @@ class Session(RankListener):
             raise UsageError("progress needs a plan: worker.setup_dataloaders(loader, epochs=...)")
         return min(1.0, self.epochs_done / self.epochs)
 
-    def _report_progress(self, steps: int) -> None:
+    def _report_progress(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._reported_s + PROGRESS_S:
             self._reported_s = now_s
-            share = self.progress if self.epochs else None
-            self.listener.progress({"rank": self.rank, "steps": steps, "progress": share})
+            self.listener.progress(self._progress_report.make())
 
     # Around a step -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The socket in a run's folder through which the launcher can be asked to add a worker.
+"""The socket in a run's folder through which the launcher can be asked to add a worker, or to stop.
 
 It is a Unix socket that only its user may open. A request and its reply are one JSON object each.
 """
@@ -22,7 +22,7 @@ MOST_BYTES = 4096
 Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-class JoinSocket:
+class ControlSocket:
     """The launcher's side, in the folder of the run."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,8 +56,11 @@ class JoinSocket:
         self._path.unlink(missing_ok=True)
 
 
-def ask(folder: str | os.PathLike[str], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a request to the launcher of the run in a folder, and wait for its reply."""
+def ask(name: str, folder: str | os.PathLike[str], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Send a request to the launcher of the run in a folder, and wait for its reply.
+
+    ``name`` is what a user calls the folder, for the message if there is no such run.
+    """
     path = Path(folder)
     try:
         with (
@@ -70,7 +73,7 @@ def ask(folder: str | os.PathLike[str], request: Mapping[str, Any]) -> dict[str,
             reply: dict[str, Any] = json.loads(peer.recv(MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it does not reply"
-        message = f"join ({folder}) must be the folder of a run in progress: {reason}"
+        message = f"{name} ({folder}) must be the folder of a run in progress: {reason}"
         raise UsageError(message) from None
     return reply
 
