@@ -7,18 +7,16 @@ user's optimizer trains; each parameter becomes a view of it, with its shape and
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.model.checks import check_parameter, check_same, check_separate
 
 Allocate = Callable[[int, Tensor], Tensor]
 ALIGNMENT = 64
@@ -62,7 +60,7 @@ class Flat:
                 if not parameter.requires_grad:
                     self._frozen.append((name, parameter))
                     continue
-                _check(name, parameter)
+                check_parameter(name, parameter)
                 if aligned:
                     start += -start % (ALIGNMENT // parameter.element_size())
                 end = start + parameter.numel()
@@ -75,8 +73,8 @@ class Flat:
         """Move the parameters into one vector and make them views of it."""
         if not self.spans:
             raise UsageError("the optimizer has no parameter that requires a gradient")
-        _check_same(self.spans)
-        _check_separate(self.spans)
+        check_same(self.spans)
+        check_separate(self.spans)
         x = self._allocate(self.spans[-1].end, self.spans[0].parameter.detach())
         for span, view in zip(self.spans, self.views(x), strict=True):
             view.copy_(span.parameter.detach())
@@ -174,40 +172,3 @@ class Flat:
                     f"parameter {name} was frozen at worker.setup and has a gradient now:"
                     " unfreeze it before worker.setup"
                 )
-
-
-def _check(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter that cannot be a view of one dense vector."""
-    if isinstance(parameter, UninitializedParameter):
-        raise UsageError(f"parameter {name} has no shape yet: run one forward before worker.setup")
-    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-        raise UsageError(f"parameter {name} ({type(parameter).__name__}) must be a plain parameter")
-    if parameter.is_meta:
-        raise UsageError(f"parameter {name} is on the meta device: give it memory first")
-    if not parameter.is_floating_point():
-        raise UsageError(f"parameter {name} ({parameter.dtype}) must be of a real floating dtype")
-    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    if not dense:
-        raise UsageError(f"parameter {name} has gaps or overlaps (strides {parameter.stride()})")
-
-
-def _check_same(spans: list[Span]) -> None:
-    for what in ("dtype", "device"):
-        kinds = Counter(str(getattr(span.parameter, what)) for span in spans)
-        if len(kinds) > 1:
-            counts = ", ".join(f"{kind} ({count} parameters)" for kind, count in kinds.items())
-            raise UsageError(
-                f"all trained parameters must have one {what}, got {counts};"
-                " keep the model in one dtype on one device (torch.autocast does the rest)"
-            )
-
-
-def _check_separate(spans: list[Span]) -> None:
-    """Refuse two parameters that share memory; tied weights that are one parameter are fine."""
-    ordered = sorted(spans, key=lambda span: span.parameter.data_ptr())
-    for before, after in itertools.pairwise(ordered):
-        if before.parameter.data_ptr() + before.parameter.nbytes > after.parameter.data_ptr():
-            raise UsageError(
-                f"parameters {before.name} and {after.name} share memory: tie weights by using"
-                " one nn.Parameter in both places"
-            )

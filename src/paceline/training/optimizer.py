@@ -80,6 +80,10 @@ class PacedOptimizer(Optimizer):
         """Load the inner optimizer's state."""
         self.inner.load_state_dict(state_dict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are plain optimizers, which no run knows of."""
+        return _itself, (self.inner,)
+
     def __repr__(self) -> str:
         return f"Paced{self.inner!r}"
 
@@ -95,3 +99,8 @@ class PacedOptimizer(Optimizer):
                 if grad is not None:
                     grad.div_(scale)
         return bool(getattr(self, "found_inf", False))
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    """What a copy of a paced optimizer is made by: its argument has been copied by then."""
+    return optimizer

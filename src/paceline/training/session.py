@@ -27,6 +27,7 @@ from paceline.errors import (
     Untrained,
     UsageError,
 )
+from paceline.model.checks import check_sync_batchnorm, check_unwrapped
 from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
 from paceline.sim.batching.enrollment import Enrollment
@@ -159,8 +160,11 @@ class Session(RankListener):
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> PacedOptimizer:
         """Tie a model and its optimizer to the run; a rank that is no worker serves, and ends."""
+        check_unwrapped(model)
         model.to(self.device)
         alone = self.ports.size == 1  # then this is the plain optimizer, bit for bit
+        if not alone:
+            check_sync_batchnorm(model, self.strategy.synchronous and self.size == self.ports.size)
         replica = Replica(model, optimizer, self.ports.collectives.allocate, aligned=alone)
         flat = replica.flat
         self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))

@@ -23,6 +23,7 @@ from paceline.common.generators import all_seeded, read_generators, write_genera
 from paceline.common.options import above, at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.model.checks import plain_model
 from paceline.model.replica import DirectStep
 from paceline.record.result import Metric
 from paceline.strategies.base import warn_of_long_interval
@@ -72,7 +73,7 @@ class Worker:
             raise UsageError("worker.setup must be called once: one model and one optimizer a run")
         if isinstance(optimizer, PacedOptimizer):
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
-        return model, self._session.begin(model, optimizer)
+        return model, self._session.begin(plain_model(model), optimizer)
 
     def setup_dataloaders(
         self, *loaders: DataLoader[Any], data: Sharing = "auto", epochs: int | None = None
@@ -231,7 +232,7 @@ class Worker:
         are this worker's own again, whatever was done with them inside.
         """
         session, stepper = self._session, self._session.running
-        if model is not None and model is not session.model:
+        if model is not None and plain_model(model) is not session.model:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         stepper.settle()
         x = stepper.replica.flat.x
