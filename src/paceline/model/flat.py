@@ -7,7 +7,8 @@ user's optimizer trains; each parameter becomes a view of it, with its shape and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.model.checks import check_parameter, check_same, check_separate
+from paceline.model.part import WHOLE, Part, optimizers_of
 
 Allocate = Callable[[int, Tensor], Tensor]
 ALIGNMENT = 64
@@ -52,7 +54,7 @@ class Flat:
         self.spans: list[Span] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._allocate = allocate
-        start = 0
+        start, seen = 0, set[int]()
         for number, group in enumerate(optimizer.param_groups):
             first = start
             for index, parameter in enumerate(group["params"]):
@@ -61,6 +63,9 @@ class Flat:
                     self._frozen.append((name, parameter))
                     continue
                 check_parameter(name, parameter)
+                if id(parameter) in seen:
+                    raise UsageError(f"parameter {name} must be in one optimizer only")
+                seen.add(id(parameter))
                 if aligned:
                     start += -start % (ALIGNMENT // parameter.element_size())
                 end = start + parameter.numel()
@@ -68,6 +73,22 @@ class Flat:
                 start = end
             self.groups.append(slice(first, start))
         self.x = self._bind()
+
+    def parts(self, optimizer: Optimizer) -> tuple[Part, ...]:
+        """The part of each optimizer that is joined in this one."""
+        optimizers = optimizers_of(optimizer)
+        if len(optimizers) == 1:
+            return (WHOLE,)
+        parts, first = [], 0
+        for number, each in enumerate(optimizers):
+            groups = range(first, first + len(each.param_groups))
+            numbers = [i for i, span in enumerate(self.spans) if span.group in groups]
+            if not numbers:
+                raise UsageError(f"optimizer {number} has no parameter that requires a gradient")
+            place = slice(self.groups[groups[0]].start, self.groups[groups[-1]].stop)
+            parts.append(Part(number, slice(numbers[0], numbers[-1] + 1), place, first))
+            first = groups.stop
+        return tuple(parts)
 
     def _bind(self) -> Tensor:
         """Move the parameters into one vector and make them views of it."""
@@ -104,13 +125,14 @@ class Flat:
         """Each parameter, and the part of ``g`` that is for its gradient."""
         return [*zip((span.parameter for span in self.spans), self.views(self.g), strict=True)]
 
-    def gather(self) -> Tensor:
+    def gather(self, part: Part = WHOLE) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
 
-        A parameter without a gradient gets zeros in ``g``; its ``.grad`` stays None.
+        A parameter without a gradient gets zeros in ``g``; its ``.grad`` stays None. With ``part``,
+        the rest of ``g`` is left as it is.
         """
         g, sources, targets = self.g, [], []
-        for parameter, view in self._g_views:
+        for parameter, view in self._g_views[part.spans]:
             grad = parameter.grad
             if grad is view:
                 continue
@@ -132,11 +154,37 @@ class Flat:
     def _name(self, parameter: nn.Parameter) -> str:
         return next(span.name for span in self.spans if span.parameter is parameter)
 
-    def is_gathered(self) -> bool:
-        """Whether the gradients of all parameters are views of ``g`` now."""
+    def is_gathered(self, part: Part = WHOLE) -> bool:
+        """Whether the gradients of all parameters of a part are views of ``g`` now."""
         if "g" not in vars(self):  # it was never needed
             return False
-        return all(parameter.grad is view for parameter, view in self._g_views)
+        return all(parameter.grad is view for parameter, view in self._g_views[part.spans])
+
+    @contextmanager
+    def only(self, part: Part, clear: bool) -> Iterator[None]:
+        """Inside, only the parameters of one part have gradients; then all have theirs again.
+
+        With ``clear``, the others have zeros in ``g`` meanwhile.
+        """
+        others = [*self.spans[: part.spans.start], *self.spans[part.spans.stop :]]
+        grads = [span.parameter.grad for span in others]
+        if clear:
+            grads = [self._moved_out(grad) for grad in grads]
+            self.g[: part.place.start].zero_()
+            self.g[part.place.stop :].zero_()
+        try:
+            for span in others:
+                span.parameter.grad = None
+            yield
+        finally:
+            for span, grad in zip(others, grads, strict=True):
+                span.parameter.grad = grad
+
+    def _moved_out(self, grad: Tensor | None) -> Tensor | None:
+        """A gradient; a copy of it if it lies in ``g``."""
+        if grad is None or grad.untyped_storage().data_ptr() != self.g.untyped_storage().data_ptr():
+            return grad
+        return grad.clone()
 
     def present(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""

@@ -50,6 +50,8 @@ class Traits(Place):
         synchronous: whether workers wait for each other. If so, loaders shard each global batch;
             otherwise workers draw batches from one queue.
         uses_gradient: whether ``step`` reads ``g.vector``; otherwise it is not gathered.
+        by_part: whether it reads and writes only ``g.own`` of that. Where there are several
+            optimizers, the rest of the vector is not cleared then.
         defers: whether a step may leave work to ``settle``.
         adds_up: whether the update of each worker counts in full; then the learning rate of one
             large batch is to be divided by the number of workers.
@@ -66,6 +68,7 @@ class Traits(Place):
     about: ClassVar[About] = About()
     synchronous: ClassVar[bool] = True
     uses_gradient: ClassVar[bool] = True
+    by_part: ClassVar[bool] = False
     defers: ClassVar[bool] = False
     adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False

@@ -92,10 +92,11 @@ class Elastic(Strategy):
         if self.plain is None or self.velocity is None:
             self.local_update(g)  # x_i <- x_i - eta g_i(x_i)
             return
-        looked = x.clone()
+        looked, own = x.clone(), g.part.place
         self.local_update(g)
-        self.velocity.mul_(self.momentum).add_(x - looked)  # v <- delta v - eta g_i(x_i + delta v)
-        x.copy_(self.plain).add_(self.velocity)  # x_i <- x_i + v
+        v = self.velocity[own]
+        v.mul_(self.momentum).add_((x - looked)[own])  # v <- delta v - eta g_i(x_i + delta v)
+        x.copy_(self.plain)[own].add_(v)  # x_i <- x_i + v
         self.ahead = False
 
     def _exchange(self, x: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ class Growth:
         session.strategy.load_state_dict(state["strategy"])
         if session.checkpointing is not None:
             session.checkpointing.agreement.answered = state["answered"]
+            session.checkpointing.agreement.looked_at = state["steps"]
         session.catching.begin(state, self._arrive)
 
     def _arrive(self) -> None:

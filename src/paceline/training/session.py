@@ -28,6 +28,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.model.checks import check_sync_batchnorm, check_unwrapped
+from paceline.model.joined import Joined
 from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
 from paceline.sim.batching.enrollment import Enrollment
@@ -99,6 +100,8 @@ class Session(RankListener):
         catching: how this worker comes to a state that it did not reach by training.
         growth: how a synchronous method takes workers in; None where it does not.
         shares: of a global batch, where they follow the speeds of the workers; None elsewhere.
+        model: the user's; of several models, a list of them.
+        models: the user's, each by itself.
         may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
@@ -142,6 +145,7 @@ class Session(RankListener):
         self.epochs_done = 0.0
         self.stepper: Stepper | None = None
         self.model: nn.Module | None = None
+        self.models: Sequence[nn.Module] = ()
         self.loaders: dict[int, PacedLoader] = {}
         self.pending = PendingBatches(ports.queue.mark_used, self._forget)
         self.positions: dict[int, Position] = {}
@@ -158,8 +162,12 @@ class Session(RankListener):
 
     # Beginning -----------------------------------------------------------------------------------
 
-    def begin(self, model: nn.Module, optimizer: Optimizer) -> PacedOptimizer:
-        """Tie a model and its optimizer to the run; a rank that is no worker serves, and ends."""
+    def begin(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[PacedOptimizer]:
+        """Tie models and optimizers to the run; a rank that is no worker serves, and ends."""
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        optimizer = optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
         check_unwrapped(model)
         model.to(self.device)
         alone = self.ports.size == 1  # then this is the plain optimizer, bit for bit
@@ -169,9 +177,9 @@ class Session(RankListener):
         flat = replica.flat
         self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))
         stepper = Stepper(self, replica, alone)
-        self.stepper, self.model = stepper, model
+        self.stepper, self.model, self.models = stepper, model, models
         self.buffers = SharedBuffers(model, replica, self)
-        self.loads = Loads(model, stepper, self.settle)
+        self.loads = Loads(model, models, stepper, self.settle)
         self.strategy.bind(self.all_ranks, replica, self.size, self.seed, self)
         if self.checkpointing is not None:
             self.checkpointing.bind(self)
@@ -190,9 +198,10 @@ class Session(RankListener):
             self._serve(stepper)
         if self._enroll is not None:
             spans = [(span.parameter, span.start) for span in flat.spans]
-            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook))
+            self._enroll(Enrollment(models, flat.x, spans, stepper.foresee_s, Hook))
         self.clock.switch_in()
-        return PacedOptimizer(optimizer, stepper)
+        pairs = zip(optimizers, replica.parts, strict=True)
+        return [PacedOptimizer(each, stepper, part) for each, part in pairs]
 
     @property
     def _resuming(self) -> CheckpointParticipant | None:
@@ -457,7 +466,15 @@ class Session(RankListener):
             "collectives_done": self.all_ranks.collectives_done,
             "incarnations": dict(self.who_divides()),
             **({} if self.shares is None else {"shares": self.shares.state()}),
+            **self._unused_gradients(),
         }
+
+    def _unused_gradients(self) -> dict[str, Any]:
+        """Between the steps of several optimizers: what one backward has left for the next one."""
+        freshness = self.running.freshness
+        if freshness is None or any(loader.under_way for loader in self.loaders.values()):
+            return {}
+        return {"gradients": freshness.unused()}
 
     def who_divides(self) -> tuple[tuple[int, int], ...]:
         """The workers that divide the data of loaders, as far as all know, and their incarnations.
@@ -506,6 +523,8 @@ class Session(RankListener):
         self._load_model(state)
         replica.optimizer.load_state_dict(state["optimizer"])
         replica.optimizer.zero_grad()
+        if self.running.freshness is not None:
+            self.running.freshness.restore(state.get("gradients", {}))
         for name, thing in self.tracked.items():
             if name not in state["tracked"]:
                 raise UsageError(f"the checkpoint has no {name} that worker.track was given")

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from paceline.training.rest import recalibrate
 from paceline.training.session import Session
 
 M = TypeVar("M", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module | list[nn.Module] | tuple[nn.Module, ...])
+T = TypeVar("T")
 _current: ContextVar[Worker] = ContextVar("worker")
 
 
@@ -63,17 +65,37 @@ class Worker:
 
     # Setting up ----------------------------------------------------------------------------------
 
-    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]:
+    @overload
+    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]: ...
+
+    @overload
+    def setup(
+        self, model: Model, optimizer: list[Optimizer] | tuple[Optimizer, ...]
+    ) -> tuple[Model, Any]: ...
+
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Tie a model and its optimizer to the run; every worker starts with rank 0's parameters.
 
         The model is moved to ``worker.device``, its parameters into one vector. On a rank that is
         no worker this does not return: it serves, and ends with the run.
+
+        Lists or tuples of models and of optimizers are set up together, as for a GAN, and come back
+        in the same form. Then ``step()`` of each optimizer is one step of the method, for its own
+        parameters; docs/loops.md tells what that means.
         """
         if self._session.stepper is not None:
-            raise UsageError("worker.setup must be called once: one model and one optimizer a run")
-        if isinstance(optimizer, PacedOptimizer):
+            raise UsageError(
+                "worker.setup must be called once, with all models and optimizers of the run:"
+                " (g, d), (g_opt, d_opt) = worker.setup((g, d), (g_opt, d_opt))"
+            )
+        models, optimizers = (
+            _several("model", model, nn.Module),
+            _several("optimizer", optimizer, Optimizer),
+        )
+        if any(isinstance(each, PacedOptimizer) for each in optimizers):
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
-        return model, self._session.begin(plain_model(model), optimizer)
+        paced = self._session.begin([*map(plain_model, models)], optimizers)
+        return model, type(optimizer)(paced) if isinstance(optimizer, (list, tuple)) else paced[0]
 
     def setup_dataloaders(
         self, *loaders: DataLoader[Any], data: Sharing = "auto", epochs: int | None = None
@@ -225,14 +247,15 @@ class Worker:
         self._session.settle()
 
     @contextmanager
-    def answer(self, model: nn.Module | None = None) -> Iterator[None]:
+    def answer(self, *models: nn.Module) -> Iterator[None]:
         """Inside, the model holds the method's answer instead of this worker's replica.
 
+        Of several models, all do, whichever are named.
         Its buffers are the average of all workers', as each has last shown them; afterwards they
         are this worker's own again, whatever was done with them inside.
         """
         session, stepper = self._session, self._session.running
-        if model is not None and plain_model(model) is not session.model:
+        if not {*map(plain_model, models)} <= {*session.models}:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         stepper.settle()
         x = stepper.replica.flat.x
@@ -256,7 +279,9 @@ class Worker:
             if replica is not None:
                 x.copy_(replica)
 
-    def recalibrate(self, loader: Iterable[Any], batches: int | None = None) -> None:
+    def recalibrate(
+        self, loader: Iterable[Any], batches: int | None = None, model: nn.Module | None = None
+    ) -> None:
         """Take the running statistics of BatchNorm anew, for the model as it is now.
 
         Inside ``worker.answer(model)``, or after ``worker.finish()``, that is the method's answer.
@@ -269,13 +294,16 @@ class Worker:
             loader: batches, each the model's input, or a tuple or list that begins with it; of a
                 loader that ``worker.setup_dataloaders`` gave, those of the whole data set.
             batches: how many of them to take; all, when not given.
+            model: which one, where there are several.
         """
         session, stepper = self._session, self._session.running
         if batches is not None:
             at_least("batches", batches, 1)
         if stepper.skipping:
             return
-        assert session.model is not None  # since it runs
+        if model is None and len(session.models) > 1:
+            raise UsageError("worker.recalibrate needs to be told which model: model=...")
+        model = session.models[0] if model is None else plain_model(model)
         source = loader.plain if isinstance(loader, PacedLoader) else loader
         parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
         seed = int(stream(self.seed, "recalibrate").integers(2**31))
@@ -283,7 +311,7 @@ class Worker:
         try:
             with all_seeded(seed, parts, self.device):
                 inputs = (moved(batch, self.device) for batch in islice(source, batches))
-                taken = recalibrate(session.model, inputs)
+                taken = recalibrate(model, inputs)
         finally:
             if not taken:
                 session.buffers.rest.write(buffers)
@@ -426,6 +454,15 @@ class Worker:
         if not (stepper.alone or self._session.finished):
             self.strategy.adopt(stepper.replica.flat.x)
             self._session.clock.switch_in()
+
+
+def _several(what: str, given: Any, kind: type[T]) -> list[T]:
+    """What ``worker.setup`` was given, one or several, as a list."""
+    each = [*given] if isinstance(given, (list, tuple)) else [given]
+    if not each or not all(isinstance(one, kind) for one in each):
+        kinds = ", ".join(type(one).__name__ for one in each) or "nothing"
+        raise UsageError(f"{what} ({kinds}) must be a torch {kind.__name__}, or a list of them")
+    return each
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -13,14 +13,14 @@ class Enrollment(NamedTuple):
     """One worker's model.
 
     Attributes:
-        model: the model.
+        models: the model; several cannot be batched.
         x: the flat vector of its trained parameters.
         trained: these parameters, in their order in ``x``, and where each begins.
         foresee_s: how long the next step's gradient takes at least; None if no step may follow.
         ignored: hooks of this type on the model's modules are Paceline's own.
     """
 
-    model: nn.Module
+    models: Sequence[nn.Module]
     x: Tensor
     trained: Sequence[tuple[nn.Parameter, int]]
     foresee_s: Callable[[], float | None]
