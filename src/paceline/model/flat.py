@@ -7,6 +7,7 @@ user's optimizer trains; each parameter becomes a view of it, with its shape and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,8 +26,11 @@ ALIGNMENT = 64
 """Torch aligns the memory of a tensor to this many bytes."""
 
 
+NO_GROUP = -1
+
+
 class Span(NamedTuple):
-    """The range of one parameter in the vectors."""
+    """The range of one parameter in the vectors; NO_GROUP: no optimizer has it, so far."""
 
     name: str
     parameter: nn.Parameter
@@ -44,35 +48,106 @@ class Flat:
         allocate: ``allocate(numel, like)`` returns a zeroed vector.
         aligned: whether to align each parameter as torch does. On some processors the last bit of
             a matrix product depends on that.
+        with_frozen: whether frozen parameters are in the vector, too: those of the optimizer, and
+            at its end those of the model that no optimizer has.
+
+    Attributes:
+        spans: the parameters, in their order in the vector.
+        places: where the parameters of each group are in the vector, as few ranges.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, allocate: Allocate, aligned: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        allocate: Allocate,
+        aligned: bool = False,
+        with_frozen: bool = False,
     ) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.groups: list[slice] = []
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.with_frozen = with_frozen
         self.spans: list[Span] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._allocate = allocate
-        start, seen = 0, set[int]()
-        for number, group in enumerate(optimizer.param_groups):
-            first = start
-            for index, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"group {number}, parameter {index}")
-                if not parameter.requires_grad:
-                    self._frozen.append((name, parameter))
-                    continue
-                check_parameter(name, parameter)
-                if id(parameter) in seen:
-                    raise UsageError(f"parameter {name} must be in one optimizer only")
-                seen.add(id(parameter))
-                if aligned:
-                    start += -start % (ALIGNMENT // parameter.element_size())
-                end = start + parameter.numel()
-                self.spans.append(Span(name, parameter, start, end, number))
-                start = end
-            self.groups.append(slice(first, start))
+        self._lay_out(model, optimizer, aligned)
+        self._note_groups(len(optimizer.param_groups))
         self.x = self._bind()
+
+    def _lay_out(self, model: nn.Module, optimizer: Optimizer, aligned: bool) -> None:
+        """Give each parameter its range."""
+        start, seen = 0, set[int]()
+        for name, parameter, group in self._all(model, optimizer):
+            if id(parameter) in seen:
+                raise UsageError(f"parameter {name} must be in one optimizer only")
+            seen.add(id(parameter))
+            if not (parameter.requires_grad or self.with_frozen):
+                self._frozen.append((name, parameter))
+                continue
+            check_parameter(name, parameter)
+            if aligned:
+                start += -start % (ALIGNMENT // parameter.element_size())
+            end = start + parameter.numel()
+            self.spans.append(Span(name, parameter, start, end, group))
+            start = end
+
+    def _all(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """The parameters of the optimizer, and perhaps those of the model that it lacks."""
+        has = set[int]()
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                has.add(id(parameter))
+                name = self._names.get(id(parameter), f"group {number}, parameter {index}")
+                yield name, parameter, number
+        if self.with_frozen and len(optimizers_of(optimizer)) == 1:
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in has and parameter.is_floating_point():
+                    yield name, parameter, NO_GROUP
+
+    def _note_groups(self, groups: int) -> None:
+        """Note where each group is; neighbors are one range, with the space between them."""
+        self.places: list[list[slice]] = [[] for _ in range(groups)]
+        self._without_group = set[int]()
+        for number, neighbors in itertools.groupby(self.spans, lambda span: span.group):
+            spans = [*neighbors]
+            if number == NO_GROUP:
+                self._without_group.update(id(span.parameter) for span in spans)
+            else:
+                self.places[number].append(slice(spans[0].start, spans[-1].end))
+
+    def place(self, group: int) -> slice:
+        """Where a group is that was there from the start."""
+        ranges = self.places[group]
+        return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
+
+    def check_group(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse a group of parameters that have no place in the vector."""
+        known = {id(span.parameter) for span in self.spans}
+        for parameter in parameters:
+            name = self._names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+            if id(parameter) not in known:
+                raise UsageError(
+                    f"parameter {name} has no place in this run, so that add_param_group must be"
+                    " called before worker.setup; for frozen parameters of the model begin with"
+                    " worker.setup(model, optimizer, with_frozen=True)"
+                )
+
+    def regroup(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer has more groups now."""
+        groups = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self.spans[:] = [
+            span._replace(group=groups.get(id(span.parameter), NO_GROUP)) for span in self.spans
+        ]
+        self._note_groups(len(optimizer.param_groups))
+
+    def trained(self) -> list[bool]:
+        """Which parameters may be trained now."""
+        return [s.parameter.requires_grad and s.group != NO_GROUP for s in self.spans]
 
     def parts(self, optimizer: Optimizer) -> tuple[Part, ...]:
         """The part of each optimizer that is joined in this one."""
@@ -85,7 +160,7 @@ class Flat:
             numbers = [i for i, span in enumerate(self.spans) if span.group in groups]
             if not numbers:
                 raise UsageError(f"optimizer {number} has no parameter that requires a gradient")
-            place = slice(self.groups[groups[0]].start, self.groups[groups[-1]].stop)
+            place = slice(self.spans[numbers[0]].start, self.spans[numbers[-1]].end)
             parts.append(Part(number, slice(numbers[0], numbers[-1] + 1), place, first))
             first = groups.stop
         return tuple(parts)
@@ -109,7 +184,7 @@ class Flat:
         With ``group``, the vector is that group's part alone.
         """
         spans = [span for span in self.spans if group in (None, span.group)]
-        first = vector.storage_offset() - (0 if group is None else self.groups[group].start)
+        first = vector.storage_offset() - (0 if group is None else self.place(group).start)
         return [
             vector.as_strided(span.parameter.shape, span.parameter.stride(), first + span.start)
             for span in spans
@@ -136,7 +211,7 @@ class Flat:
             grad = parameter.grad
             if grad is view:
                 continue
-            if grad is None:
+            if grad is None or id(parameter) in self._without_group:
                 view.zero_()
             elif grad.layout is not torch.strided:
                 raise UsageError(
@@ -187,8 +262,19 @@ class Flat:
         return grad.clone()
 
     def present(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient now."""
-        return tuple(span.parameter.grad is not None for span in self.spans)
+        """Which parameters have a gradient now, and an optimizer."""
+        return tuple(
+            span.parameter.grad is not None and span.group != NO_GROUP for span in self.spans
+        )
+
+    def check_present(self, present: Iterable[bool]) -> None:
+        """Refuse gradients of other workers for parameters that no optimizer has here."""
+        for span, given in zip(self.spans, present, strict=True):
+            if given and span.group == NO_GROUP:
+                raise UsageError(
+                    f"other workers train parameter {span.name}, and the optimizer of this one does"
+                    " not have it: call add_param_group in the same step on all workers"
+                )
 
     def has_sparse(self) -> bool:
         """Whether any gradient is sparse now."""
@@ -218,5 +304,6 @@ class Flat:
             if parameter.grad is not None:
                 raise UsageError(
                     f"parameter {name} was frozen at worker.setup and has a gradient now:"
-                    " unfreeze it before worker.setup"
+                    " unfreeze it before worker.setup, or begin with"
+                    " worker.setup(model, optimizer, with_frozen=True)"
                 )

@@ -56,7 +56,8 @@ class JointStep:
     def suits(flat: Flat, optimizer: optim.Optimizer) -> bool:
         """Whether these steps are the same, and faster."""
         plain = not any(group.get("differentiable") for group in optimizer.param_groups)
-        return flat.x.is_cuda and type(optimizer) in ELEMENTWISE and plain
+        whole = all(len(ranges) <= 1 for ranges in flat.places)
+        return flat.x.is_cuda and type(optimizer) in ELEMENTWISE and plain and whole
 
     def step(self) -> None:
         """Make one step."""
@@ -132,7 +133,7 @@ class JointGroup:
     def __init__(self, flat: Flat, number: int) -> None:
         self._flat, self.number = flat, number
         self.parameters = [span.parameter for span in flat.spans if span.group == number]
-        part = flat.groups[number]
+        part = flat.place(number)
         self.vector = nn.Parameter(flat.x[part])
         self.vector.grad = flat.g[part]
         self.options: dict[str, Any] = {"params": [self.vector]}

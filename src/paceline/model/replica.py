@@ -33,20 +33,38 @@ class Replica:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, allocate: Allocate, aligned: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        allocate: Allocate,
+        aligned: bool = False,
+        with_frozen: bool = False,
     ) -> None:
         self.optimizer, self.optimizers = optimizer, optimizers_of(optimizer)
         if any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers):
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
-        self.flat = Flat(model, optimizer, allocate, aligned)
+        self.flat = Flat(model, optimizer, allocate, aligned, with_frozen)
         self.parts = self.flat.parts(optimizer)
-        self._steppers = [
-            JointStep(self.flat, each, part) if JointStep.suits(self.flat, each) else each
-            for each, part in zip(self.optimizers, self.parts, strict=True)
-        ]
+        self._steppers = self._make_steppers()
         self._updating = False
         self._on_direct_step: DirectStep = _refuse_direct_step
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self.optimizers]
+
+    def _make_steppers(self) -> list[JointStep | Optimizer]:
+        """What steps the parameters of each optimizer."""
+        return [
+            JointStep(self.flat, each, part) if JointStep.suits(self.flat, each) else each
+            for each, part in zip(self.optimizers, self.parts, strict=True)
+        ]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Have the optimizer train more of the parameters that are in the vector."""
+        parameters = group["params"]
+        listed = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        self.flat.check_group(listed)
+        self.optimizer.add_param_group({**group, "params": listed})
+        self.flat.regroup(self.optimizer)
+        self._steppers = self._make_steppers()
 
     @property
     def several(self) -> bool:
@@ -94,11 +112,12 @@ class Replica:
 
     def descend(self, x: Tensor, v: Tensor, rates: list[float]) -> None:
         """``x - rate * v``, each parameter group with its own rate."""
-        for part, rate in zip(self.flat.groups, rates, strict=True):
-            x[part].sub_(v[part], alpha=rate)
+        for ranges, rate in zip(self.flat.places, rates, strict=True):
+            for part in ranges:
+                x[part].sub_(v[part], alpha=rate)
 
     def lrs(self) -> list[float]:
-        """The learning rate of each parameter group, in the order of ``flat.groups``."""
+        """The learning rate of each parameter group, in the order of ``flat.places``."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def base_lrs(self) -> list[float]:
@@ -141,7 +160,7 @@ class Replica:
     def _add_decay(self, v: Tensor, present: tuple[bool, ...]) -> None:
         """Add ``weight_decay * x``, for those parameters that have a gradient."""
         flat, groups = self.flat, self.optimizer.param_groups
-        parts = list(zip(flat.groups, range(len(groups)), strict=True))
+        parts = [(part, number) for number, ranges in enumerate(flat.places) for part in ranges]
         if not all(present):
             spans = itertools.compress(flat.spans, present)
             parts = [(slice(span.start, span.end), span.group) for span in spans]

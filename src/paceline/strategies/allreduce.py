@@ -87,5 +87,6 @@ class AllReduce(Lockstep):
         flags = g.vector.new_tensor(own)
         self.reduce(flags, int(contributes))
         overflow, *present = (flags > 0).tolist()
+        self.replica.flat.check_present(present)
         self.replica.flat.show_gradients(present)
         return replace(g, overflow=overflow, dropped=False, present=tuple(present))

@@ -60,6 +60,8 @@ class Traits(Place):
             what they show each other are their rates.
         divides_anew: whether workers of a synchronous method learn of losses by collectives of all
             ranks; then they divide the data anew.
+        fixed_groups: why the user's optimizer cannot get more parameter groups in mid-run; empty
+            where it can.
         resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
         state: the attributes of a worker that a checkpoint holds, beside those of base classes.
     """
@@ -73,6 +75,7 @@ class Traits(Place):
     adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False
     divides_anew: ClassVar[bool] = True
+    fixed_groups: ClassVar[str] = ""
     resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
 
@@ -168,6 +171,9 @@ class Strategy(Traits, Roles, ABC):
         Returns the number of the synchronization, the same on all members; None if nobody waits.
         """
         return self.comm.collectives_done if self.comm.someone_waits else None
+
+    def regrouped(self) -> None:
+        """After the user's optimizer has got another parameter group, in mid-run."""
 
     def grown(self) -> None:
         """After workers were taken in, on each member of a synchronous method."""

@@ -64,6 +64,12 @@ class Elastic(Strategy):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._check_momentum()
+
+    def regrouped(self) -> None:
+        self._check_momentum()
+
+    def _check_momentum(self) -> None:
         groups = self.replica.optimizer.param_groups
         if self.momentum and any(g.get("momentum") or "betas" in g for g in groups):
             raise UsageError(

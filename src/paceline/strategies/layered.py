@@ -167,7 +167,8 @@ class Layered(RoleStrategy):
         return replace(mean, max_norm=self._max_norm, part=self._part), flags
 
     def _check_part(self, mean: Gradient) -> None:
-        """Refuse a step in which other workers step another optimizer."""
+        """Refuse a step in which others step another optimizer, or have parameters in one."""
+        self.replica.flat.check_present(mean.present)
         others = mean.present[: mean.part.spans.start] + mean.present[mean.part.spans.stop :]
         if self.replica.several and any(others):
             raise UsageError(

@@ -176,8 +176,16 @@ class ServerStrategy(RoleStrategy):
         return self.replica.flat.x[self.parts[server - self.workers]]
 
     def hyperparameters(self) -> tuple[float, ...]:
-        """The numbers of this worker's optimizer that go with a request."""
-        return tuple(read_hyperparameters(self.replica.optimizer))
+        """The numbers of this worker's optimizer that go with a request.
+
+        Those of groups that it got in mid-run do not: servers do not know these.
+        """
+        return tuple(read_hyperparameters(self.replica.optimizer)[: self._settings])
+
+    @cached_property
+    def _settings(self) -> int:
+        """How many numbers the optimizer had at the start."""
+        return len(read_hyperparameters(self.replica.optimizer))
 
     @cached_property
     def request_numbers(self) -> int:
@@ -290,6 +298,12 @@ class PushStrategy(ServerStrategy):
         optimizers = self.replica.optimizers
         user = self.server_optimizer == "user"
         return self.replica.decay_is_coupled() if user else [True] * len(optimizers)
+
+    @property
+    def fixed_groups(self) -> str:  # type: ignore[override]  # a class attribute elsewhere
+        name = type(self).__name__
+        why = f"the servers of {name} step with the parameter groups that they knew at the start"
+        return why if self.uses_gradient else ""
 
     @property
     def adapts(self) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.errors import UsageError
 from paceline.model.part import WHOLE, Part
 from paceline.training.stepper import Stepper
 
@@ -74,8 +73,11 @@ class PacedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters are laid out once, at ``worker.setup``."""
-        raise UsageError("add_param_group must be called before worker.setup")
+        """Train more parameters, of those that ``worker.setup`` was given ``with_frozen=True``.
+
+        With a synchronous method, in the same step on all workers.
+        """
+        self._stepper.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict."""

@@ -28,6 +28,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.model.checks import check_sync_batchnorm, check_unwrapped
+from paceline.model.flat import Flat
 from paceline.model.joined import Joined
 from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
@@ -163,7 +164,7 @@ class Session(RankListener):
     # Beginning -----------------------------------------------------------------------------------
 
     def begin(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], with_frozen: bool
     ) -> list[PacedOptimizer]:
         """Tie models and optimizers to the run; a rank that is no worker serves, and ends."""
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
@@ -173,7 +174,8 @@ class Session(RankListener):
         alone = self.ports.size == 1  # then this is the plain optimizer, bit for bit
         if not alone:
             check_sync_batchnorm(model, self.strategy.synchronous and self.size == self.ports.size)
-        replica = Replica(model, optimizer, self.ports.collectives.allocate, aligned=alone)
+        allocate = self.ports.collectives.allocate
+        replica = Replica(model, optimizer, allocate, aligned=alone, with_frozen=with_frozen)
         flat = replica.flat
         self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))
         stepper = Stepper(self, replica, alone)
@@ -198,7 +200,9 @@ class Session(RankListener):
             self._serve(stepper)
         if self._enroll is not None:
             spans = [(span.parameter, span.start) for span in flat.spans]
-            self._enroll(Enrollment(models, flat.x, spans, stepper.foresee_s, Hook))
+            why_not = "worker.setup was given several models" if len(models) > 1 else None
+            why_not = "worker.setup was given with_frozen" if with_frozen else why_not
+            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook, why_not))
         self.clock.switch_in()
         pairs = zip(optimizers, replica.parts, strict=True)
         return [PacedOptimizer(each, stepper, part) for each, part in pairs]
@@ -467,6 +471,7 @@ class Session(RankListener):
             "incarnations": dict(self.who_divides()),
             **({} if self.shares is None else {"shares": self.shares.state()}),
             **self._unused_gradients(),
+            **({"trained": self._flat.trained()} if self._flat.with_frozen else {}),
         }
 
     def _unused_gradients(self) -> dict[str, Any]:
@@ -520,6 +525,7 @@ class Session(RankListener):
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restore the user's objects to what :meth:`own_state` returned."""
         replica = self.running.replica
+        self._check_trained(state)
         self._load_model(state)
         replica.optimizer.load_state_dict(state["optimizer"])
         replica.optimizer.zero_grad()
@@ -529,6 +535,29 @@ class Session(RankListener):
             if name not in state["tracked"]:
                 raise UsageError(f"the checkpoint has no {name} that worker.track was given")
             thing.load_state_dict(state["tracked"][name])
+
+    @property
+    def _flat(self) -> Flat:
+        return self.running.replica.flat
+
+    def _check_trained(self, state: dict[str, Any]) -> None:
+        """Refuse a state in which other parameters were trained than here."""
+        if not self._flat.with_frozen:
+            return
+        names = [span.name for span in self._flat.spans]
+        pairs = zip(names, self._flat.trained(), state.get("trained", ()), strict=False)
+        differs = [(name, here) for name, here, there in pairs if here != there]
+        groups = len(self.running.replica.optimizer.param_groups)
+        if not differs and groups == len(state["optimizer"].get("param_groups", range(groups))):
+            return
+        found = "the number of parameter groups differs"
+        if differs:
+            name, here = differs[0]
+            found = f"parameter {name} is {'trained' if here else 'frozen'} here, and not there"
+        raise UsageError(
+            f"the loop has come to another state than was saved: {found}. What it unfreezes must"
+            " follow from the epoch, or from worker.steps, and from no counter of its own"
+        )
 
     def _load_model(self, state: dict[str, Any]) -> None:
         assert self.model is not None

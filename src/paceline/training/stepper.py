@@ -150,6 +150,24 @@ class Stepper:
         self.warm = self.warm or self.last
         self._clock.switch_in()
 
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Have the optimizer train more parameters of the model."""
+        if self.paused:
+            raise UsageError(f"add_param_group must not be called {self.paused}")
+        why = "" if self.alone else self.strategy.fixed_groups
+        if self.replica.several:
+            why = "with several optimizers, the parameters of each have their place"
+        if why:
+            raise UsageError(
+                f"add_param_group must be called before worker.setup: {why}. Give the optimizer the"
+                " frozen parameters as a group of their own, and"
+                " worker.setup(model, optimizer, with_frozen=True); then unfreeze them later"
+            )
+        self._session.settle()
+        self.replica.add_param_group(group)
+        if not self.alone:
+            self.strategy.regrouped()
+
     def _begin(self, part: Part) -> float:
         """Let the time of the gradient pass; return what has been charged by then.
 

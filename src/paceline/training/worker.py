@@ -66,14 +66,20 @@ class Worker:
     # Setting up ----------------------------------------------------------------------------------
 
     @overload
-    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]: ...
+    def setup(
+        self, model: M, optimizer: Optimizer, *, with_frozen: bool = False
+    ) -> tuple[M, PacedOptimizer]: ...
 
     @overload
     def setup(
-        self, model: Model, optimizer: list[Optimizer] | tuple[Optimizer, ...]
+        self,
+        model: Model,
+        optimizer: list[Optimizer] | tuple[Optimizer, ...],
+        *,
+        with_frozen: bool = False,
     ) -> tuple[Model, Any]: ...
 
-    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def setup(self, model: Any, optimizer: Any, *, with_frozen: bool = False) -> tuple[Any, Any]:
         """Tie a model and its optimizer to the run; every worker starts with rank 0's parameters.
 
         The model is moved to ``worker.device``, its parameters into one vector. On a rank that is
@@ -82,6 +88,12 @@ class Worker:
         Lists or tuples of models and of optimizers are set up together, as for a GAN, and come back
         in the same form. Then ``step()`` of each optimizer is one step of the method, for its own
         parameters; docs/loops.md tells what that means.
+
+        Args:
+            model: the model, or several.
+            optimizer: its optimizer, or several.
+            with_frozen: whether frozen parameters are in the vector that workers exchange, too.
+                Then they can be unfrozen in mid-run, and be given to ``add_param_group``.
         """
         if self._session.stepper is not None:
             raise UsageError(
@@ -94,7 +106,7 @@ class Worker:
         )
         if any(isinstance(each, PacedOptimizer) for each in optimizers):
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
-        paced = self._session.begin([*map(plain_model, models)], optimizers)
+        paced = self._session.begin([*map(plain_model, models)], optimizers, with_frozen)
         return model, type(optimizer)(paced) if isinstance(optimizer, (list, tuple)) else paced[0]
 
     def setup_dataloaders(

@@ -13,15 +13,17 @@ class Enrollment(NamedTuple):
     """One worker's model.
 
     Attributes:
-        models: the model; several cannot be batched.
+        model: the model.
         x: the flat vector of its trained parameters.
         trained: these parameters, in their order in ``x``, and where each begins.
         foresee_s: how long the next step's gradient takes at least; None if no step may follow.
         ignored: hooks of this type on the model's modules are Paceline's own.
+        why_not: why its gradients must be computed alone; None if they need not be.
     """
 
-    models: Sequence[nn.Module]
+    model: nn.Module
     x: Tensor
     trained: Sequence[tuple[nn.Parameter, int]]
     foresee_s: Callable[[], float | None]
     ignored: type
+    why_not: str | None = None

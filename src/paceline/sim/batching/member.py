@@ -35,12 +35,12 @@ class Member:
         self, batching: Batching, rank: int, own: Enrollment, park: Callable[[float], None]
     ) -> None:
         self._batching, self._foresee_s, self._park = batching, own.foresee_s, park
-        self.rank, self.model, self.x = rank, own.models[0], own.x
-        if len(own.models) > 1:
-            raise Cannot("worker.setup was given several models")
+        if own.why_not is not None:
+            raise Cannot(own.why_not)
+        self.rank, self.model, self.x = rank, own.model, own.x
         self.parameters = [parameter for parameter, _ in own.trained]
         numbers = {id(parameter): number for number, (parameter, _) in enumerate(own.trained)}
-        named = [*self.model.named_parameters(remove_duplicate=False)]
+        named = [*own.model.named_parameters(remove_duplicate=False)]
         self.trained: dict[str, Place] = {
             name: Place(
                 number := numbers[id(parameter)],
@@ -53,10 +53,10 @@ class Member:
         }
         if {place.number for place in self.trained.values()} != {*numbers.values()}:
             raise Cannot("the optimizer trains a parameter that is not in the model")
-        if "forward" in vars(self.model) or not isinstance(type(self.model).forward, FunctionType):
+        if "forward" in vars(own.model) or not isinstance(type(own.model).forward, FunctionType):
             raise Cannot("model.forward was replaced")
-        self.likeness = Likeness(self.model, own.ignored)
-        self.model.forward = Forward(self.model, self.forward)
+        self.likeness = Likeness(own.model, own.ignored)
+        own.model.forward = Forward(own.model, self.forward)
 
     def release(self) -> None:
         """Give the model its plain forward back."""

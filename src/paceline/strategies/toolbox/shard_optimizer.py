@@ -156,7 +156,7 @@ class PartOptimizer:
         )
 
     def _group(self, number: int) -> Iterator[Piece]:
-        own = _overlap(self._flat.groups[number], self._shard)
+        own = _overlap(self._flat.place(number), self._shard)
         yield Piece(own, (own.stop - own.start,), (1,))
 
     def _parameters(self, number: int) -> Iterator[Piece]:
