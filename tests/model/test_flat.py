@@ -166,10 +166,6 @@ class _Complex(nn.Module):
         (_Complex(), r"parameter a \(torch.complex64\) must be of a real floating dtype"),
         (nn.LazyLinear(3), "parameter weight has no shape yet"),
         (nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"),
-        (
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64)),
-            r"one dtype, got torch.float32 \(2 parameters\), torch.float64 \(2 parameters\)",
-        ),
     ],
 )
 def test_what_cannot_be_flat_is_refused(model, message):

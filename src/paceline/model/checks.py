@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections import Counter
@@ -17,6 +18,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from paceline.model.flat import Span
 
+MIXED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What the parameters of one model may be of together."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of torch that exchange gradients or parameters by themselves."""
 
@@ -73,16 +76,30 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise UsageError(f"parameter {name} has gaps or overlaps (strides {parameter.stride()})")
 
 
-def check_same(spans: Sequence[Span]) -> None:
-    """Refuse parameters of several dtypes, or on several devices."""
-    for what in ("dtype", "device"):
-        kinds = Counter(str(getattr(span.parameter, what)) for span in spans)
-        if len(kinds) > 1:
-            counts = ", ".join(f"{kind} ({count} parameters)" for kind, count in kinds.items())
-            raise UsageError(
-                f"all trained parameters must have one {what}, got {counts};"
-                " keep the model in one dtype on one device (torch.autocast does the rest)"
-            )
+def check_device(spans: Sequence[Span]) -> None:
+    """Refuse parameters on several devices."""
+    kinds = Counter(str(span.parameter.device) for span in spans)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{kind} ({count} parameters)" for kind, count in kinds.items())
+        raise UsageError(f"all trained parameters must be on one device, got {counts}")
+
+
+def widest_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """A dtype that holds every number of these parameters.
+
+    >>> halves = [nn.Parameter(torch.ones(1, dtype=kind)) for kind in (torch.half, torch.bfloat16)]
+    >>> widest_dtype(halves), widest_dtype(halves[:1])
+    (torch.float32, torch.float16)
+    """
+    kinds = {parameter.dtype for parameter in parameters}
+    if len(kinds) > 1 and not kinds <= {*MIXED}:
+        names = ", ".join(str(kind) for kind in sorted(kinds, key=str))
+        raise UsageError(f"parameters of several dtypes ({names}) must be of {_listed(MIXED)}")
+    return functools.reduce(torch.promote_types, kinds)
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_separate(spans: Sequence[Span]) -> None:

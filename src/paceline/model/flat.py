@@ -3,13 +3,17 @@
 The only file that handles lists of parameters. ``x`` holds, group by group, the parameters that the
 user's optimizer trains; each parameter becomes a view of it, with its shape and strides.
 :meth:`Flat.gather` fills ``g``: until then autograd keeps its own gradients.
+
+Where parameters have several dtypes, ``x`` has the widest of them. A narrower parameter keeps its
+own memory, *apart*. Either it counts, or its place in ``x``: the place while ``x`` is lent to the
+method, the parameter at all other times, and while the method has the user's optimizer step.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.model.checks import check_parameter, check_same, check_separate
+from paceline.model.checks import check_device, check_parameter, check_separate, widest_dtype
 from paceline.model.part import WHOLE, Part, optimizers_of
 
 Allocate = Callable[[int, Tensor], Tensor]
@@ -54,6 +58,8 @@ class Flat:
     Attributes:
         spans: the parameters, in their order in the vector.
         places: where the parameters of each group are in the vector, as few ranges.
+        apart: the parameters that are narrower than the vector.
+        is_lent: whether ``x`` counts for them now.
     """
 
     def __init__(
@@ -76,7 +82,10 @@ class Flat:
     def _lay_out(self, model: nn.Module, optimizer: Optimizer, aligned: bool) -> None:
         """Give each parameter its range."""
         start, seen = 0, set[int]()
-        for name, parameter, group in self._all(model, optimizer):
+        each = [*self._all(model, optimizer)]
+        taken = [p for _, p, _ in each if p.requires_grad or self.with_frozen]
+        self._dtype = widest_dtype(taken) if taken else torch.get_default_dtype()
+        for name, parameter, group in each:
             if id(parameter) in seen:
                 raise UsageError(f"parameter {name} must be in one optimizer only")
             seen.add(id(parameter))
@@ -85,7 +94,7 @@ class Flat:
                 continue
             check_parameter(name, parameter)
             if aligned:
-                start += -start % (ALIGNMENT // parameter.element_size())
+                start += -start % (ALIGNMENT // self._dtype.itemsize)
             end = start + parameter.numel()
             self.spans.append(Span(name, parameter, start, end, group))
             start = end
@@ -169,12 +178,16 @@ class Flat:
         """Move the parameters into one vector and make them views of it."""
         if not self.spans:
             raise UsageError("the optimizer has no parameter that requires a gradient")
-        check_same(self.spans)
+        check_device(self.spans)
         check_separate(self.spans)
-        x = self._allocate(self.spans[-1].end, self.spans[0].parameter.detach())
+        like = self.spans[0].parameter.detach()
+        x = self._allocate(self.spans[-1].end, like.new_empty(0, dtype=self._dtype))
+        self.apart = [span for span in self.spans if span.parameter.dtype is not self._dtype]
+        self._apart, self.is_lent = {id(span.parameter) for span in self.apart}, False
         for span, view in zip(self.spans, self.views(x), strict=True):
             view.copy_(span.parameter.detach())
-            span.parameter.data = view
+            if id(span.parameter) not in self._apart:
+                span.parameter.data = view
         self._pointers = [span.parameter.data_ptr() for span in self.spans]
         return x
 
@@ -190,6 +203,67 @@ class Flat:
             for span in spans
         ]
 
+    # Parameters apart ----------------------------------------------------------------------------
+
+    def lent(self) -> AbstractContextManager[Tensor]:
+        """``x``, for the method: inside, what it holds counts."""
+        if not self.apart or self.is_lent:
+            return nullcontext(self.x)
+        return self._lend()
+
+    @contextmanager
+    def _lend(self) -> Iterator[Tensor]:
+        self._take()
+        self.is_lent = True
+        try:
+            yield self.x
+        finally:
+            self.is_lent = False
+            self._show()
+
+    @contextmanager
+    def given_back(self, gradients: Tensor | None) -> Iterator[None]:
+        """While ``x`` is lent: inside, the parameters count, and their gradients are these."""
+        self._show()
+        self.show_apart(gradients)
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        """Copy the parameters apart into ``x``."""
+        for span, place in self._places_apart(self.x):
+            place.copy_(span.parameter.detach())
+
+    def _show(self) -> None:
+        """Copy ``x`` into the parameters apart; what they round off, it loses."""
+        for span, place in self._places_apart(self.x):
+            span.parameter.detach().copy_(place)
+        self._take()
+
+    def show_apart(self, gradients: Tensor | None) -> None:
+        """Copy gathered gradients into those of the parameters apart that have one."""
+        for span, place in self._places_apart(gradients):
+            if span.parameter.grad is not None:
+                span.parameter.grad.copy_(place)
+
+    def take_apart(self, gradients: Tensor | None) -> None:
+        """Copy the gradients of the parameters apart to where they are gathered."""
+        for span, place in self._places_apart(gradients):
+            if span.parameter.grad is not None:
+                place.copy_(span.parameter.grad)
+
+    def _places_apart(self, vector: Tensor | None) -> Iterator[tuple[Span, Tensor]]:
+        """Each parameter apart, and its place in a vector."""
+        for span in self.apart if vector is not None else ():
+            assert vector is not None
+            first = vector.storage_offset() + span.start
+            shape, stride = span.parameter.shape, span.parameter.stride()
+            yield span, vector.as_strided(shape, stride, first)
+
+    # Gradients -----------------------------------------------------------------------------------
+
     @cached_property
     def g(self) -> Tensor:
         """The vector of gradients, allocated at its first use."""
@@ -198,7 +272,7 @@ class Flat:
     @cached_property
     def _g_views(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter, and the part of ``g`` that is for its gradient."""
-        return [*zip((span.parameter for span in self.spans), self.views(self.g), strict=True)]
+        return self._view_pairs(self.g)
 
     def gather(self, part: Part = WHOLE) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
@@ -207,7 +281,8 @@ class Flat:
         the rest of ``g`` is left as it is.
         """
         g, sources, targets = self.g, [], []
-        for parameter, view in self._g_views[part.spans]:
+        views = self._g_views if part is WHOLE else self._g_views[part.spans]
+        for parameter, view in views:
             grad = parameter.grad
             if grad is view:
                 continue
@@ -220,7 +295,8 @@ class Flat:
             else:
                 sources.append(grad)
                 targets.append(view)
-                parameter.grad = view
+                if id(parameter) not in self._apart:
+                    parameter.grad = view
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
@@ -263,9 +339,10 @@ class Flat:
 
     def present(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now, and an optimizer."""
-        return tuple(
-            span.parameter.grad is not None and span.group != NO_GROUP for span in self.spans
-        )
+        has = tuple([span.parameter.grad is not None for span in self.spans])
+        if not self._without_group:
+            return has
+        return tuple([x and s.group != NO_GROUP for x, s in zip(has, self.spans, strict=True)])
 
     def check_present(self, present: Iterable[bool]) -> None:
         """Refuse gradients of other workers for parameters that no optimizer has here."""
@@ -282,14 +359,25 @@ class Flat:
         return any(grad is not None and grad.is_sparse for grad in grads)
 
     def gradients(self) -> list[Tensor]:
-        """The values of the gradients as autograd left them."""
+        """The values of the gradients as autograd left them, in one dtype."""
         grads = [span.parameter.grad for span in self.spans if span.parameter.grad is not None]
+        if self.apart:
+            grads = [grad.to(self._dtype) for grad in grads]
         return [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
 
     def show_gradients(self, present: Iterable[bool]) -> None:
         """Set ``.grad`` to its part of ``g`` where ``present``, and to None elsewhere."""
-        for (parameter, view), wanted in zip(self._g_views, present, strict=True):
-            parameter.grad = view if wanted else None
+        self.set_gradients(self.g, present)
+
+    def set_gradients(self, vector: Tensor, present: Iterable[bool]) -> None:
+        """Set ``.grad`` to its part of a vector where ``present``, and to None elsewhere."""
+        views = self._g_views if vector is self.g else self._view_pairs(vector)
+        for (parameter, view), wanted in zip(views, present, strict=True):
+            own = view if id(parameter) not in self._apart else view.to(parameter.dtype)
+            parameter.grad = own if wanted else None
+
+    def _view_pairs(self, vector: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        return [*zip((span.parameter for span in self.spans), self.views(vector), strict=True)]
 
     def check(self) -> None:
         """Refuse a parameter that is no longer a view of ``x``, or a frozen one with a gradient."""

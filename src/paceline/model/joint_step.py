@@ -57,7 +57,8 @@ class JointStep:
         """Whether these steps are the same, and faster."""
         plain = not any(group.get("differentiable") for group in optimizer.param_groups)
         whole = all(len(ranges) <= 1 for ranges in flat.places)
-        return flat.x.is_cuda and type(optimizer) in ELEMENTWISE and plain and whole
+        suits = type(optimizer) in ELEMENTWISE and plain and whole and not flat.apart
+        return flat.x.is_cuda and suits
 
     def step(self) -> None:
         """Make one step."""

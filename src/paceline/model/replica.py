@@ -73,13 +73,19 @@ class Replica:
 
     def local_update(self, g: Gradient) -> None:
         """If the gradient is usable: clip it if requested, then step the user's optimizer."""
-        if g.usable:
-            self.clip(g)
-            self._updating = True
-            try:
-                self._steppers[g.part.number].step()
-            finally:
-                self._updating = False
+        if g.usable and self.flat.is_lent:
+            with self.flat.given_back(g.gathered):
+                self._update(g)
+        elif g.usable:
+            self._update(g)
+
+    def _update(self, g: Gradient) -> None:
+        self._clip(g)
+        self._updating = True
+        try:
+            self._steppers[g.part.number].step()
+        finally:
+            self._updating = False
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,9 +106,15 @@ class Replica:
         """The gradient, clipped (once) if ``worker.clip_gradients`` was called for it."""
         if g.max_norm is None:
             return g
-        parameters = [span.parameter for span in self.flat.spans[g.part.spans]]
-        torch.nn.utils.clip_grad_norm_(parameters, g.max_norm)
+        self.flat.show_apart(g.gathered)
+        self._clip(g)
+        self.flat.take_apart(g.gathered)
         return replace(g, max_norm=None)
+
+    def _clip(self, g: Gradient) -> None:
+        if g.max_norm is not None:
+            parameters = [span.parameter for span in self.flat.spans[g.part.spans]]
+            torch.nn.utils.clip_grad_norm_(parameters, g.max_norm)
 
     def plain_move(self, v: Tensor) -> None:
         """``x - lr * v``, each group with its own learning rate."""

@@ -180,9 +180,7 @@ class Layered(RoleStrategy):
         """Step with the mean and the hyperparameters of its own step; leave the rest as it was."""
         flat, optimizer = self.replica.flat, self.replica.optimizer
         grads, own = [span.parameter.grad for span in flat.spans], read_hyperparameters(optimizer)
-        views = flat.views(mean.vector)
-        for span, view, present in zip(flat.spans, views, mean.present, strict=True):
-            span.parameter.grad = view if present else None
+        flat.set_gradients(mean.vector, mean.present)
         write_hyperparameters(optimizer, self._hyperparameters)
         self.local_update(mean)  # x_{t+1} = optimizer(x_t, mean)
         write_hyperparameters(optimizer, own)

@@ -320,7 +320,8 @@ class CheckpointParticipant:
 
     def _after_checkpoint(self) -> None:
         if not self._stepper.alone:
-            self._session.strategy.after_checkpoint(self._stepper.replica.flat.x)
+            with self._stepper.replica.flat.lent() as x:
+                self._session.strategy.after_checkpoint(x)
 
 
 def _members(call: Call) -> list[int]:

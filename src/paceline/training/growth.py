@@ -127,7 +127,8 @@ class Growth:
         session = self._session
         session.buffers.take_fixed()
         session.buffers.adopt()
-        session.strategy.join(session.running.replica.flat.x)
+        with session.running.replica.flat.lent() as x:
+            session.strategy.join(x)
         session.strategy.grown()
         session.tell("joined")
 

@@ -75,20 +75,25 @@ class Loads:
             self._times[module] += 1
 
     def _read(self) -> list[Tensor]:
-        return [tensor.clone() for tensor in self._tensors()]
+        with self._tensors() as tensors:
+            return [tensor.clone() for tensor in tensors]
 
-    def _tensors(self) -> list[Tensor]:
-        return [self._stepper.replica.flat.x, *(b.detach() for b in self._model.buffers())]
+    @contextmanager
+    def _tensors(self) -> Iterator[list[Tensor]]:
+        with self._stepper.replica.flat.lent() as x:
+            yield [x, *(buffer.detach() for buffer in self._model.buffers())]
 
-    def _write(self, tensors: list[Tensor]) -> None:
-        for tensor, value in zip(self._tensors(), tensors, strict=True):
-            tensor.copy_(value)
+    def _write(self, values: list[Tensor]) -> None:
+        with self._tensors() as tensors:
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
     @property
     def _is_restored(self) -> bool:
         """Whether the parameters are the same as before the first load."""
         assert self._former is not None
-        return bool((self._former[0] == self._stepper.replica.flat.x).all())
+        with self._stepper.replica.flat.lent() as x:
+            return bool((self._former[0] == x).all())
 
     @property
     def has_answer(self) -> bool:

@@ -202,6 +202,7 @@ class Session(RankListener):
             spans = [(span.parameter, span.start) for span in flat.spans]
             why_not = "worker.setup was given several models" if len(models) > 1 else None
             why_not = "worker.setup was given with_frozen" if with_frozen else why_not
+            why_not = "the parameters have several dtypes" if flat.apart else why_not
             self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook, why_not))
         self.clock.switch_in()
         pairs = zip(optimizers, replica.parts, strict=True)
@@ -223,13 +224,17 @@ class Session(RankListener):
         """Resume from a checkpoint, in place of a start."""
         if self.ports.size > 1:
             with self.recorder.paused(), self.ports.uncharged():
-                self.strategy.setup(x)
+                self._set_up()
         checkpointing.resume()
+
+    def _set_up(self) -> None:
+        with self._flat.lent() as x:
+            self.strategy.setup(x)
 
     def _start(self, x: Tensor) -> None:
         if not self.late:
             self.buffers.show_first()
-            self.strategy.setup(x)
+            self._set_up()
             if self.rank < self.size:
                 self.buffers.take_first()
         elif self.rank < self.size:
@@ -252,7 +257,8 @@ class Session(RankListener):
         others, members = {*range(self.size)} - {self.rank}, self.all_ranks.members
         while True:
             try:
-                return join(x)
+                with self._flat.lent():
+                    return join(x)
             except (PeersGone, PeerLost) as error:
                 if not others.isdisjoint(members.alive()):
                     raise error from None
@@ -422,9 +428,9 @@ class Session(RankListener):
 
     def _finish_together(self, stepper: Stepper) -> bool:
         """End with the other workers; return whether any of them made a step, or may have."""
-        x = stepper.replica.flat.x
-        before = x.clone()
-        stepper.keep_up(lambda: self.strategy.finish(x), again=True)
+        with self._flat.lent() as x:
+            before = x.clone()
+        stepper.keep_up(self._finish_strategy, again=True)
         self.unseen_batches = sum(loader.unseen() for loader in self.loaders.values())
         if self.buffers.rest.averaged:
             stepper.keep_up(self.buffers.average, again=True)
@@ -433,6 +439,10 @@ class Session(RankListener):
             with suppress(CommTimeout):
                 stepper.keep_up(stepper.rates.at_end, again=True)
         return measured is not False
+
+    def _finish_strategy(self) -> None:
+        with self._flat.lent() as x:
+            self.strategy.finish(x)
 
     def _measure(self, x: Tensor, steps: int) -> bool | None:
         """Measure how far the workers are apart, and whether any of them made a step.

@@ -20,6 +20,8 @@ from paceline.training.freshness import Freshness
 from paceline.training.rates import Rates
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.training.session import Session
 
 
@@ -124,8 +126,11 @@ class Stepper:
             g = Gradient(
                 samples=self._weight or 1, overflow=overflow, max_norm=self.max_norm, part=part
             )
-            with self._only(part):
+            if part is WHOLE:
                 self._act(g)
+            else:
+                with self._only(part):
+                    self._act(g)
         except LeftBehind:
             self.come_back()
         if self.freshness is not None:
@@ -181,7 +186,7 @@ class Stepper:
 
     def _only(self, part: Part) -> AbstractContextManager[None]:
         """Inside, only this part has gradients."""
-        if part is WHOLE or self.alone or not self.syncing:
+        if self.alone or not self.syncing:
             return nullcontext()
         clear = self.strategy.uses_gradient and not self.strategy.by_part
         return self.replica.flat.only(part, clear)
@@ -190,8 +195,15 @@ class Stepper:
         if self.alone or not self.syncing:
             self.replica.local_update(g)
             return
-        self.strategy.settle(self.replica.flat.x)
-        self.strategy.step(self.replica.flat.x, self._judged(self._gathered(g)))
+        if self.replica.flat.apart:
+            with self.replica.flat.lent() as x:
+                self._exchange(x, g)
+        else:
+            self._exchange(self.replica.flat.x, g)
+
+    def _exchange(self, x: Tensor, g: Gradient) -> None:
+        self.strategy.settle(x)
+        self.strategy.step(x, self._judged(self._gathered(g)))
         if self.strategy.synchronous:
             self.rates.after_step(self.steps + 1)
 
@@ -217,7 +229,7 @@ class Stepper:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
         stays = shared is None and guard.rank not in guard.aside
-        if stays and flat.x.is_cuda and not flat.has_sparse():
+        if stays and flat.x.is_cuda and not (flat.apart or flat.has_sparse()):
             gathered = flat.gather(g.part)
             self._device_guard(g.part).pass_through(gathered[g.part.place], g.max_norm)
             return g
@@ -283,7 +295,11 @@ class Stepper:
         for guard in self._device_guards.values():
             guard.settle()
         if not (self.alone or self.paused or self.skipping):
-            self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
+            self.keep_up(self._settle)
+
+    def _settle(self) -> None:
+        with self.replica.flat.lent() as x:
+            self.strategy.settle(x)
 
     def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
         """Act with the others; if they have gone on without this rank, rejoin them.

@@ -270,13 +270,14 @@ class Worker:
         if not {*map(plain_model, models)} <= {*session.models}:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         stepper.settle()
-        x = stepper.replica.flat.x
+        flat = stepper.replica.flat
         own = stepper.alone or session.catching_up or session.loads.has_answer or session.finished
-        answer = None if own else stepper.keep_up(lambda: self.strategy.answer(x), again=True)
-        answer = x if answer is None else answer
-        replica = None if answer is x else x.clone()
-        if replica is not None:
-            x.copy_(answer)
+        with flat.lent() as x:
+            answer = None if own else stepper.keep_up(lambda: self.strategy.answer(x), again=True)
+            answer = x if answer is None else answer
+            replica = None if answer is x else x.clone()
+            if replica is not None:
+                x.copy_(answer)
         rest = session.buffers.rest
         buffers = rest.read()
         if rest.averaged and not own:
@@ -289,7 +290,8 @@ class Worker:
             stepper.paused = before
             rest.write(buffers)
             if replica is not None:
-                x.copy_(replica)
+                with flat.lent() as x:
+                    x.copy_(replica)
 
     def recalibrate(
         self, loader: Iterable[Any], batches: int | None = None, model: nn.Module | None = None
@@ -464,7 +466,8 @@ class Worker:
         except RuntimeError as error:
             raise UsageError(f"weights ({path}) must fit the model: {error}") from None
         if not (stepper.alone or self._session.finished):
-            self.strategy.adopt(stepper.replica.flat.x)
+            with stepper.replica.flat.lent() as x:
+                self.strategy.adopt(x)
             self._session.clock.switch_in()
 
 
