@@ -20,9 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.model.checks import check_device, check_parameter, check_separate, widest_dtype
+from paceline.model.early import EARLY_BYTES, EarlyGather, count_users
 from paceline.model.part import WHOLE, Part, optimizers_of
 
 Allocate = Callable[[int, Tensor], Tensor]
@@ -117,6 +119,7 @@ class Flat:
     def _note_groups(self, groups: int) -> None:
         """Note where each group is; neighbors are one range, with the space between them."""
         self.places: list[list[slice]] = [[] for _ in range(groups)]
+        self._kept = 0
         self._without_group = set[int]()
         for number, neighbors in itertools.groupby(self.spans, lambda span: span.group):
             spans = [*neighbors]
@@ -304,6 +307,28 @@ class Flat:
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next(span.name for span in self.spans if span.parameter is parameter)
+
+    def gather_early(self, wanted: Callable[[], bool]) -> list[RemovableHandle]:
+        """While they are ``wanted``, gather large gradients in backward; returns what ends that."""
+        large = [
+            (parameter, view)
+            for parameter, view in self._g_views
+            if view.nbytes >= EARLY_BYTES
+            and parameter.requires_grad
+            and id(parameter) not in self._apart
+        ]
+        own = count_users(self.g)
+        return [
+            parameter.register_post_accumulate_grad_hook(
+                EarlyGather(view, lambda: own + self._kept, wanted)
+            )
+            for parameter, view in large
+        ]
+
+    def kept_g(self, place: slice) -> Tensor:
+        """A part of ``g`` that somebody keeps, until the groups change."""
+        self._kept += 1
+        return self.g[place]
 
     def is_gathered(self, part: Part = WHOLE) -> bool:
         """Whether the gradients of all parameters of a part are views of ``g`` now."""

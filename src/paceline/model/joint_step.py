@@ -136,7 +136,7 @@ class JointGroup:
         self.parameters = [span.parameter for span in flat.spans if span.group == number]
         part = flat.place(number)
         self.vector = nn.Parameter(flat.x[part])
-        self.vector.grad = flat.g[part]
+        self.vector.grad = flat.kept_g(part)
         self.options: dict[str, Any] = {"params": [self.vector]}
         self._numbers: dict[str, list[Tensor]] = {}
 

@@ -66,6 +66,10 @@ class Replica:
         self.flat.regroup(self.optimizer)
         self._steppers = self._make_steppers()
 
+    def gather_early(self, wanted: Callable[[], bool]) -> None:
+        """From now on, gather large gradients while backward makes them, if they are wanted."""
+        self._hooks += self.flat.gather_early(wanted)
+
     @property
     def several(self) -> bool:
         """Whether there are several optimizers."""
@@ -98,7 +102,7 @@ class Replica:
         self._on_direct_step = act
 
     def release(self) -> None:
-        """After the run, let the user call the optimizer again."""
+        """After the run, let the user call the optimizer again, and leave no hook."""
         for hook in self._hooks:
             hook.remove()
 

@@ -117,9 +117,9 @@ class Lockstep(Strategy):
 
     def average_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
         """Make ``x`` the mean over the workers; return whether anybody contributed."""
-        v = x if weight else x.new_zeros(x.shape)
+        v = x.new_zeros(x.shape) if dropped or self._behind else x
         whole, anyone_dropped = self.weigh(v, weight, dropped)
-        if whole:
+        if whole and v is not x:
             x.copy_(v)
         return whole > 0 or anyone_dropped
 

@@ -120,7 +120,7 @@ class ShardServer(Server):
     def __init__(self, method: ServerStrategy) -> None:
         super().__init__(method)
         self.comm.clock.mark_as_server()
-        self.shard = method.vector_at(self.comm.rank).clone()
+        self.shard = method.vector_at(self.comm.rank)  # no model is trained on this rank
         self.version = 0
         self.done = [0] * method.workers
         first = method.first_workers()

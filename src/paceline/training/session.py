@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
 T = TypeVar("T")
+PIECE = 1 << 22
+"""How many numbers of the model are compared at a time, at the end."""
 PROGRESS_S = 0.25
 """The shortest time between two progress reports of a worker."""
 
@@ -205,6 +207,8 @@ class Session(RankListener):
             why_not = "the parameters have several dtypes" if flat.apart else why_not
             self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook, why_not))
         self.clock.switch_in()
+        if not alone and self.strategy.uses_gradient:
+            replica.gather_early(lambda: stepper.strategy.uses_gradient)
         pairs = zip(optimizers, replica.parts, strict=True)
         return [PacedOptimizer(each, stepper, part) for each, part in pairs]
 
@@ -454,8 +458,7 @@ class Session(RankListener):
             measured = self.strategy.among_live(partial(_spread, x, steps), measuring=True)
         except CommTimeout:
             return None
-        mean, square, all_steps, count = measured
-        norm = float(mean.double().norm())
+        norm, square, all_steps, count = measured
         distance = math.sqrt(square / count) / norm if norm else 0.0
         self.consensus = distance if math.isfinite(distance) else None
         return None if count == 1 else all_steps > 0
@@ -653,11 +656,16 @@ class Session(RankListener):
         self.listener.event({"t": self.clock.now(), "event": event, "rank": self.rank, **facts})
 
 
-def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:
-    """The mean of all ``x``; the sums of squared distances to it and of steps; their number."""
-    mean = x.clone()
-    mean /= workers.all_reduce(mean).weight
-    sums = torch.tensor([float((x - mean).double().square().sum()), steps], dtype=torch.float64)
+def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[float, float, float, int]:
+    """The norm of the mean of all ``x``; the sums of squared distances to it and of steps; the
+    number of workers. A large ``x`` is looked at piece by piece."""
+    norms, square = [], 0.0
+    for part in x.split(PIECE):
+        mean = part.clone()
+        mean /= workers.all_reduce(mean).weight
+        norms.append(float(mean.double().norm()))
+        square += float((part - mean).double().square().sum())
+    sums = torch.tensor([square, steps], dtype=torch.float64)
     count = workers.all_reduce(sums).weight
-    square, all_steps = sums.tolist()
-    return mean, square, all_steps, count
+    squares, all_steps = sums.tolist()
+    return math.hypot(*norms), squares, all_steps, count
