@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 
@@ -20,15 +21,32 @@ from paceline.comm.limits import Limits
 SIZE = 3
 
 
+class Served(NamedTuple):
+    """A registrar in this process, and what who connects to it needs."""
+
+    registrar: Registrar
+    address: str
+    secret: Secret
+    limits: Limits
+
+
 @pytest.fixture
-def world():
-    """A registrar and three ranks, all in this process."""
+def served():
+    """A registrar of three ranks."""
     limits, secret = Limits(progress_limit_s=20.0), Secret(new_token(), encrypted=False)
     registrar, journal = Registrar(SIZE, SIZE, (), limits.dead_s), Journal.create()
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         process = at_descriptor(registrar, os.dup(listener.fileno()), journal, secret, limits)
         threading.Thread(target=process.run, daemon=True).start()
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        yield Served(registrar, address, secret, limits)
+
+
+@pytest.fixture
+def world(served):
+    """A registrar and three ranks."""
+    registrar, address, secret, limits = served
+    with ThreadPoolExecutor() as threads:
         ranks = [
             HostsPorts(address, "127.0.0.1", ZmqWire(secret, limits.dead_s), rank, SIZE, limits)
             for rank in range(SIZE)
