@@ -17,7 +17,7 @@ HOSTS = "hosts"
 """How the command, and the report of a campaign, name this world."""
 SYNCHRONOUS = ("sum", "slices", "broadcast")
 OWN = ("post", "shout", "publish", "peek", "shelve", "draw", "push", "rest")
-ACTS = (*SYNCHRONOUS, *OWN, "meet")
+ACTS = (*SYNCHRONOUS, *OWN, "meet", "flood")
 """What a worker may do. Who meets does nothing that needs all the others at once."""
 KINDS = ("kill", "stop", "cut", "drop", "join")
 
@@ -202,10 +202,19 @@ def draw_hosts(seed: int) -> HostsSchedule:
     )
     if random.random() < 0.2:
         return _at_commit_point(schedule, random)
+    schedule = _with_floods(schedule, Random(f"{seed} floods"))
     drawing = _Drawing(schedule, random)
     for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
         drawing.add()
     return schedule.but(faults=tuple(drawing.faults))
+
+
+def _with_floods(schedule: HostsSchedule, random: Random) -> HostsSchedule:
+    """The same, where ranks share hosts with more large messages than fit into their memory."""
+    acts = [*schedule.acts]
+    for _ in range(random.choice((1, 2, 4)) if schedule.ranks_per_host > 1 else 0):
+        acts.insert(random.randint(0, len(acts)), "flood")
+    return schedule.but(acts=tuple(acts))
 
 
 def _at_commit_point(schedule: HostsSchedule, random: Random) -> HostsSchedule:
