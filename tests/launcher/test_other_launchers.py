@@ -40,7 +40,7 @@ print("rank", worker.rank, "has ended", flush=True)
 
 
 def page_commands():
-    text = (ROOT / "docs" / "clusters.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "launchers.md").read_text()
     return re.findall(r"^torchrun .*$", text, re.M)
 
 
