@@ -5,29 +5,22 @@
 class FrameWorker extends EventTarget {
   constructor(url) {
     super();
-    const frame = document.createElement("iframe");
-    frame.hidden = true;
-    document.body.append(frame);
-    frame.contentDocument.open();
-    frame.contentDocument.write("<!doctype html><body></body>");
-    frame.contentDocument.close();
-    this.inside = frame.contentWindow;
-    this.ready = new Promise((resolve) => {
-      this.inside.startWorker = resolve;
-    });
+    this.frame = document.createElement("iframe");
+    this.frame.hidden = true;
+    document.body.append(this.frame);
+    this.inside = this.frame.contentWindow;
+    const page = this.inside.document;
+    page.open();
+    page.write("<!doctype html><body></body>");
+    page.close();
     this.inside.postMessage = (data) => this.receive(data);
-    this.inside.importScripts = (...urls) => this.load(urls);
-    this.load([url]).then(() => this.inside.startWorker());
-  }
-
-  load(urls) {
-    return urls.reduce((before, url) => before.then(() => new Promise((resolve, reject) => {
-      const script = this.inside.document.createElement("script");
+    this.ready = new Promise((resolve) => {
+      const script = page.createElement("script");
       script.src = url;
       script.onload = resolve;
-      script.onerror = reject;
-      this.inside.document.body.append(script);
-    })), Promise.resolve());
+      script.onerror = () => this.onerror?.(new ErrorEvent("error", { filename: url }));
+      page.body.append(script);
+    });
   }
 
   receive(data) {
@@ -40,6 +33,10 @@ class FrameWorker extends EventTarget {
     this.ready.then(() => {
       this.inside.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) }));
     });
+  }
+
+  terminate() {
+    this.frame.remove();
   }
 }
 

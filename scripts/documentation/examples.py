@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from documentation.navigation import ROOT
+
 EXAMPLES = "examples"
 
 

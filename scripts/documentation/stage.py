@@ -11,10 +11,8 @@ from pathlib import Path, PurePosixPath
 from documentation.commands import command_reference
 from documentation.examples import EXAMPLES, example_anchor, example_sources
 from documentation.methods import method_reference
+from documentation.navigation import BESIDE_DOCS, ROOT, name_on_site
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""The pages outside of ``docs/`` that the site has as well."""
 _MARKER = re.compile(r"^<!-- (\w+)(?:: (.*?))? -->$", re.MULTILINE)
 _FENCE = re.compile(r"^(`{3,}|~{3,})")
 _LINK = re.compile(r"(`+[^`]*`+)|(\]\(\s*)([^)\s]+)(\s*(?:\"[^\"]*\"\s*)?\))")
@@ -28,13 +26,13 @@ def stage(folder: Path) -> None:
         _write(ROOT / "docs" / where, folder, PurePosixPath(where.as_posix()))
         if page.name == "README.md":
             page.unlink()
-    for name, page_name in PAGES.items():
+    for name, page_name in BESIDE_DOCS.items():
         _write(ROOT / name, folder, PurePosixPath(page_name))
 
 
 def _write(source: Path, folder: Path, where: PurePosixPath) -> None:
     """Write one page, filled in, with links that fit the site."""
-    where = where.with_name("index.md") if where.name == "README.md" else where
+    where = name_on_site(where)
     text = filled(source.read_text(encoding="utf-8"))
     text = with_links(text, lambda target: retargeted(target, source, where))
     (folder / where).write_text(text, encoding="utf-8")
@@ -96,12 +94,12 @@ def retargeted(target: str, source: Path, where: PurePosixPath) -> str:
 
 def place_of(path: str) -> tuple[str | None, str]:
     """Where the site has a file of the repository: its page, and an anchor there."""
-    if path in PAGES:
-        return PAGES[path], ""
+    if path in BESIDE_DOCS:
+        return BESIDE_DOCS[path], ""
     if path == EXAMPLES or path.startswith(f"{EXAMPLES}/"):
         return "examples.md", example_anchor(path)
     if path in ("README.md", "docs", "docs/README.md"):
         return "index.md", ""
     if path.startswith("docs/") and (ROOT / path).is_file():
-        return re.sub(r"(^|/)README\.md$", r"\1index.md", path.removeprefix("docs/")), ""
+        return str(name_on_site(PurePosixPath(path.removeprefix("docs/")))), ""
     return None, ""

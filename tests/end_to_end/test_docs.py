@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from documentation.navigation import (
+    navigation,
+    navigation_problems,
+    pages_in,
+    pages_of_docs,
+)
 from support.pages import (
     DOCS,
     ROOT,
@@ -25,6 +33,7 @@ from support.pages import (
 )
 
 import paceline as pl
+from paceline.cli.app import app
 from paceline.comm import ports
 from paceline.common.faults import KINDS, Fault
 from paceline.sim.cluster import (
@@ -162,6 +171,18 @@ def test_links_are_not_broken(page):
             assert made or anchor in anchors_of(there), f"{page.name} links to {target}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    named = pages_in(navigation())
+    assert navigation_problems(pages_of_docs(), named) == []
+    assert navigation_problems(pages_of_docs() | {"stray.md"}, named) == [
+        "stray.md is not in the navigation"
+    ]
+    assert navigation_problems(pages_of_docs() - {"gpu.md"}, [*named, "faults.md"]) == [
+        "the navigation names gpu.md, which is not there",
+        "the navigation names faults.md twice",
+    ]
+
+
 def words_of(page: str) -> set[str]:
     """The names in a page's code, inline and in blocks."""
     path = DOCS / page
@@ -250,7 +271,7 @@ def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
 
 # Choosing a method -------------------------------------------------------------------------------
 
-FIGURE = re.compile(r"(?<![\w.(])\d[\d,]*(?:\.\d+)?")
+FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def figures_of_the_choice() -> list[tuple[str, set[Path], list[str]]]:
@@ -270,6 +291,30 @@ def test_every_figure_of_the_choice_is_on_a_page_that_it_names():
     assert len(found) >= 8
     for paragraph, sources, numbers in found:
         text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
-        words = {*re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+        words = {*FIGURE.findall(text)}
         assert sources and numbers
         assert {*numbers} <= words, f"{ {*numbers} - words } of: {paragraph}"
+
+
+def shown_commands() -> list[tuple[Block, str]]:
+    """The commands in blocks that are not run here; what follows two spaces explains them."""
+    found = [*blocks("text"), *(b for page in SESSIONS for b in blocks_of(page))]
+    return [
+        (block, re.split(r" {2,}| &$| \|\| ", line.strip())[0])
+        for block in found
+        for line in block.lines
+        if line.strip().startswith("paceline ")
+    ]
+
+
+def test_commands_that_are_only_shown_have_the_options_that_they_use():
+    whole = typer.main.get_command(app)
+    assert len(shown_commands()) > 20
+    for block, line in shown_commands():
+        name, *arguments = shlex.split(line)[1:]
+        command = whole.get_command(None, name)
+        assert command is not None, f"{block}: {line}"
+        try:
+            command.make_context(name, arguments)
+        except Exception as error:  # typer's own, which come from no public module
+            raise AssertionError(f"{block}: {line}: {error}") from None

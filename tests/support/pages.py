@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.lab.tasks.recipe import FOLDERS
-from support import warm
+from support import runs, warm
 from support.hermetic import outside
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-SESSIONS = (DOCS / "start.md", DOCS / "tutorial.md")
+START, TUTORIAL = DOCS / "start.md", DOCS / "tutorial.md"
+SESSIONS = (START, TUTORIAL)
 """The pages whose files and commands belong together, from the top of the page to its end."""
+ADDRESS = "127.0.0.1:7000"
+"""The address that they use for runs on many hosts of this machine."""
 RUN_LIMIT_S = 100
 INSTALLED = ("paceline doctor", "paceline strategies")
 
@@ -108,3 +111,32 @@ def run(command: list[str], folder: Path) -> str:
     )
     assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}"
     return ended.stdout
+
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?: (?:us|ms|s|B|KB|MB|GB)\b)?")
+
+
+def without_numbers(line: str) -> str:
+    """A line of output without what differs from run to run, on one machine and on others."""
+    return " ".join(NUMBER.sub("#", line).split())
+
+
+def assert_shown(expected: Block, printed: str) -> None:
+    """The lines that the page shows must be in the output, in this order, but for their numbers."""
+    lines: Iterator[str] = iter([without_numbers(line) for line in printed.splitlines()])
+    for line in expected.lines:
+        wanted = without_numbers(line)
+        assert wanted in lines, f"{expected} shows {line!r}, and this was printed:\n{printed}"
+
+
+def walk(page: Path, folder: Path) -> None:
+    """Do what a reader of a session does in ``folder``; what is shown must be what is printed."""
+    address, printed, last = f"127.0.0.1:{runs.free_port()}", "", ""
+    for block in blocks_of(page):
+        if block.title and block.language == "python":
+            (folder / block.title).write_text(block.text)
+        elif block.language == "sh" and block.title != "install":
+            printed = run(["sh", "-e", "-c", block.text.replace(ADDRESS, address)], folder)
+        elif block.language == "text" and last == "sh":
+            assert_shown(block, printed)
+        last = block.language
