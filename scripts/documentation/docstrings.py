@@ -10,6 +10,8 @@ from typing import Any
 import griffe
 from latex2mathml.converter import convert
 
+from documentation.navigation import ROOT
+
 _ROLE = re.compile(r":(?:py:)?(meth|class|func|mod|attr|data|exc|math):`(~?)([^`]+)`")
 _PAGE = re.compile(r"`*\bdocs/([\w/-]+)\.md\b`*")
 _CALLED = {"meth", "func"}
@@ -32,10 +34,16 @@ def _code(match: re.Match[str]) -> str:
     return f"`{name}()`" if role in _CALLED else f"`{name}`"
 
 
+def _link(match: re.Match[str]) -> str:
+    """A link to a page, from the folder of the API reference."""
+    title = (ROOT / "docs" / f"{match[1]}.md").read_text(encoding="utf-8").partition("\n")[0]
+    return f"[{title.removeprefix('# ')}](../../{match[1]}.md)"
+
+
 class Docstrings(griffe.Extension):
     """Reads docstrings as the package's own readers do.
 
-    Roles become code, and names of pages become words. A function that takes the fields of a spec
+    Roles become code, and names of pages become links. A function that takes the fields of a spec
     (the decorator ``takes``) gets the signature and docstring that it has when it is imported.
     """
 
@@ -47,7 +55,7 @@ class Docstrings(griffe.Extension):
             _as_imported(obj)
         if obj.docstring is not None:
             text = as_markdown(obj.docstring.value)
-            obj.docstring.value = _PAGE.sub(r"the page *\1*", text)
+            obj.docstring.value = _PAGE.sub(_link, text)
 
 
 def _as_imported(function: griffe.Function) -> None:
