@@ -41,7 +41,7 @@ print("rank", worker.rank, "has ended", flush=True)
 
 def page_commands():
     text = (ROOT / "docs" / "how-to" / "launchers.md").read_text()
-    return re.findall(r"^torchrun .*$", text, re.M)
+    return re.findall(r"^torchrun --nnodes .*$", text, re.M)
 
 
 def start_on(network, host, command, folder, victim):
