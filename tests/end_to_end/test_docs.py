@@ -274,26 +274,22 @@ def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
 FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
-def figures_of_the_choice() -> list[tuple[str, set[Path], list[str]]]:
-    """The paragraphs with figures: each with the pages that it names, and its numbers."""
-    page, found = DOCS / "choose.md", []
-    for paragraph in re.split(r"\n\s*\n", prose_of(page)):
-        if paragraph.startswith("**Figures.**"):
-            sources = {page.parent / target for target in links_in(paragraph)}
-            plain = re.sub(r"`[^`]*`|\]\([^)]*\)", "", paragraph)
-            found.append((paragraph, sources, FIGURE.findall(plain)))
-    return found
+def paragraphs_with_figures() -> Iterator[tuple[str, set[Path]]]:
+    """Those of the decision page and of the pages on other libraries, with their sources."""
+    for page in [DOCS / "choose.md", *sorted((DOCS / "coming-from").glob("*.md"))]:
+        for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose_of(page)):
+            if paragraph.startswith("**Figures.**") or "slow-network.md" in paragraph:
+                yield paragraph, {page.parent / target for target in links_in(paragraph)}
 
 
-def test_every_figure_of_the_choice_is_on_a_page_that_it_names():
+def test_every_figure_is_on_a_page_that_is_named_as_its_source():
     """As words: a number that is a part of another one does not count."""
-    found = figures_of_the_choice()
-    assert len(found) >= 8
-    for paragraph, sources, numbers in found:
-        text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
-        words = {*FIGURE.findall(text)}
-        assert sources and numbers
-        assert {*numbers} <= words, f"{ {*numbers} - words } of: {paragraph}"
+    found = [*paragraphs_with_figures()]
+    assert len(found) >= 11
+    for paragraph, sources in found:
+        numbers = {*FIGURE.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", paragraph))}
+        words = {*FIGURE.findall("\n".join(source.read_text() for source in sources))}
+        assert sources and numbers <= words, f"{ {*numbers - words} } of: {paragraph}"
 
 
 def shown_commands() -> list[tuple[Block, str]]:
