@@ -47,6 +47,7 @@ from paceline.sim.cluster import (
     load_cluster,
 )
 from paceline.sim.models import MODELS, StandsFor
+from paceline.strategies import STRATEGIES
 
 
 def blocks(language: str) -> list[Block]:
@@ -314,3 +315,16 @@ def test_commands_that_are_only_shown_have_the_options_that_they_use():
             command.make_context(name, arguments)
         except Exception as error:  # typer's own, which come from no public module
             raise AssertionError(f"{block}: {line}: {error}") from None
+
+
+def test_the_reference_has_every_method_command_and_public_name():
+    methods = (DOCS / "reference" / "methods.md").read_text()
+    assert {*re.findall(r"<!-- method: (\S+) -->", methods)} == {*STRATEGIES}
+    commands = (DOCS / "reference" / "command-line.md").read_text()
+    listed = typer.main.get_command(app).list_commands(None)
+    assert {*re.findall(r"^\| `([a-z]+)` \|", commands, re.M)} == {*listed}
+    api = "".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
+    named = {*re.findall(r"<!-- api: paceline\.(\w+) -->", api)}
+    assert named == {*pl.__all__} - {"__version__"}
+    table = (DOCS / "reference" / "api" / "README.md").read_text()
+    assert named <= {*re.findall(r"`pl\.(\w+)`", table)}
