@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -97,10 +98,15 @@ def test_gradients_that_are_not_wanted_or_have_a_graph_are_left_alone():
     here.model.zero_grad()  # breaks the cycle of the parameter and the graph
 
 
-def test_copies_of_the_model_and_the_model_after_the_run_gather_nothing():
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "pickle"],
+)
+def test_copies_of_the_model_and_the_model_after_the_run_gather_nothing(copied):
     here = Setting()
-    twin = copy.deepcopy(here.model)
     here.backward()
+    twin = copied(here.model)
     here.flat.g.fill_(7)
     twin(torch.randn(4, SMALL)).sum().backward()
     assert twin[1].weight.grad.untyped_storage().data_ptr() != here.flat.g.data_ptr()
