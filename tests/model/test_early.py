@@ -84,6 +84,18 @@ def test_a_gradient_that_the_loop_still_holds_is_not_overwritten_by_the_next_bac
     assert here.lies_in_g(here.large)
 
 
+def test_a_part_of_g_that_the_library_keeps_is_no_reason_to_wait():
+    here = Setting()
+    kept = here.flat.kept_g(slice(0, SMALL))
+    here.backward()
+    assert here.lies_in_g(here.large)
+    here.model.zero_grad()
+    held = here.flat.g[:SMALL]
+    here.backward()
+    assert not here.lies_in_g(here.large)
+    assert kept.shape == held.shape
+
+
 def test_gradients_that_are_not_wanted_or_have_a_graph_are_left_alone():
     here = Setting()
     here.wanted = False
