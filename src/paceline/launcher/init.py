@@ -27,6 +27,7 @@ from paceline.errors import (
     name_ranks,
 )
 from paceline.launcher.rank import noting_origin
+from paceline.launcher.script import ScriptWorker
 from paceline.launcher.spec import InitSpec, Train, takes
 from paceline.launcher.transports import connect_under_launcher
 from paceline.record.folder import RankFiles, check_out, claim, write_result
@@ -35,27 +36,43 @@ from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import workers_in
 from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
-from paceline.training.worker import Worker
+from paceline.training.worker import Worker, current_worker, forget_worker
 
 
 @takes(InitSpec)
-@contextmanager
-def init(spec: InitSpec) -> Iterator[Worker]:
+def init(spec: InitSpec) -> ScriptWorker:
     """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
     The launcher's environment variables give this process its rank; without them it is the only
-    worker. Leaving the block finishes the worker. A server or communicator serves, and its process
-    ends inside the block. When a rank is lost, all others end with exit code 3 and a message that
-    names it; over ``hosts``, those of an asynchronous method go on. Strategy and seed must be the
-    same on every rank. ``out`` gets this rank's trace and metrics, and rank 0's model.
+    worker. A server or communicator serves, and its process ends in ``worker.setup``. When a rank
+    is lost, all others end with exit code 3 and a message that names it; over ``hosts``, those of
+    an asynchronous method go on. Strategy and seed must be the same on every rank. ``out`` gets
+    this rank's trace and metrics, and rank 0's model.
+
+    In ``with pl.init() as worker:`` the end of the block ends the run. After the plain call
+    ``worker = pl.init()``, ``worker.finish()`` ends it, or the end of the script. A script that
+    ends by an error, or by ``sys.exit`` with a code other than 0, gives the run up.
 
     Raises:
-        NotSaved: the model could not be written to ``out``.
+        NotSaved: the model could not be written to ``out``; at the end of the run.
     """
+    worker = current_worker()
+    if worker is not None and not worker.finished:
+        raise UsageError(
+            "pl.init must be called once in a run: there is a worker already; use that, or call its"
+            " finish() first"
+        )
+    run = _run(spec)
+    return ScriptWorker(run.__enter__(), run)
+
+
+@contextmanager
+def _run(spec: InitSpec) -> Iterator[Session]:
+    """The run of a plain script, and this process's place in it."""
     with _exit_when_lost():
         claimed = spec.out if launched().rank == 0 else None  # no other rank starts without rank 0
         with claim(claimed), _joined(spec) as session:
-            yield Worker(session)
+            yield session
 
 
 @contextmanager
@@ -116,6 +133,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
             if model_error is not None:
                 raise NotSaved(spec.out, model_error)
     finally:
+        forget_worker()
         ports.give_up()
         files.close()
 

@@ -32,12 +32,17 @@ from paceline.training.rest import recalibrate
 from paceline.training.session import Session
 
 M = TypeVar("M", bound=nn.Module)
-_current: ContextVar[Worker] = ContextVar("worker")
+_current: ContextVar[Worker | None] = ContextVar("worker", default=None)
 
 
 def current_worker() -> Worker | None:
     """The worker of this process; in a simulation, of this thread. None outside of a run."""
-    return _current.get(None)
+    return _current.get()
+
+
+def forget_worker() -> None:
+    """Have no worker in this process any more: its run is over."""
+    _current.set(None)
 
 
 class Worker:
