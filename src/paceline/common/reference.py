@@ -9,6 +9,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from paceline.errors import UsageError
 
 _MAIN = "__paceline_main__"
+WHOLE = "__main__"
+"""The name in the reference of a script that runs as a whole, from its first line."""
 _JSON = "numbers, strings, lists and dicts only"
 Reference = dict[str, Any]
 
@@ -39,8 +42,10 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     return {"main": str(Path(path).resolve()), "name": name}
 
 
-def refer_or_name(thing: Callable[..., Any]) -> Reference | str:
+def refer_or_name(thing: Callable[..., Any] | Reference) -> Reference | str:
     """The reference of a function, for the record; only its name if no process could import it."""
+    if isinstance(thing, dict):
+        return thing
     try:
         return refer_to(thing)
     except UsageError:
@@ -52,7 +57,11 @@ def find(reference: Reference) -> Any:
     if "main" in reference:
         module = _run_main(reference["main"])
     elif "script" in reference:
-        module = load_script(Path(reference["script"]))
+        path = Path(reference["script"])
+        sys.argv = [str(path), *reference.get("argv", ())]
+        if reference["name"] == WHOLE:
+            return WholeScript(path)
+        module = load_script(path)
     else:
         module = importlib.import_module(reference["module"])
     thing: Any = module
@@ -68,11 +77,14 @@ def check_reference(what: str, reference: Any) -> None:
     training function is there, but functions that do harm when called are.
     """
     kinds = [kind for kind in ("main", "script", "module") if kind in reference]
-    if len(kinds) != 1 or set(reference) != {*kinds, "name"}:
+    argv = {"argv"} & set(reference) if "script" in reference else set()
+    if len(kinds) != 1 or set(reference) != {*kinds, "name", *argv}:
         raise UsageError(f"{what} ({reference}) must have a name, and one of main, script, module")
     (kind,) = kinds
-    location, name = reference[kind], reference["name"]
-    if not isinstance(location, str) or not isinstance(name, str) or not _is_dotted(name):
+    location, name, typed = reference[kind], reference["name"], reference.get("argv", [])
+    named = isinstance(name, str) and (_is_dotted(name) or (kind, name) == ("script", WHOLE))
+    texts = isinstance(typed, list) and all(isinstance(text, str) for text in typed)
+    if not isinstance(location, str) or not named or not texts:
         raise UsageError(f"{what} ({reference}) must consist of names")
     if kind != "module":
         if not Path(location).is_absolute() or not Path(location).is_file():
@@ -83,6 +95,44 @@ def check_reference(what: str, reference: Any) -> None:
 
 def _is_dotted(name: str) -> bool:
     return all(part.isidentifier() and not part.startswith("__") for part in name.split("."))
+
+
+in_whole_script: ContextVar[bool] = ContextVar("in_whole_script", default=False)
+"""Whether this thread runs a script as a whole, which finds its worker by ``pl.init``."""
+
+
+class WholeScript:
+    """Calls a script on a worker, from its first line to its end, as Python runs it.
+
+    Each call has its own ``__main__`` module: the workers of a simulation are in one process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._former = path, sys.modules["__main__"]
+        sys.path.insert(0, str(path.parent))
+        self._code = compile(path.read_bytes(), str(path), "exec")
+
+    def __call__(self, worker: Any) -> None:
+        """Run the script."""
+        module = types.ModuleType("__main__")
+        module.__file__ = str(self._path)
+        token = in_whole_script.set(True)
+        sys.modules["__main__"] = module
+        try:
+            exec(self._code, vars(module))
+        except SystemExit as end:
+            if end.code == 2:  # what it was given is wrong, and it has said so
+                raise UsageError(f"{self._path} has ended by sys.exit(2)") from None
+            if end.code not in (None, 0):
+                raise RuntimeError(f"the script has ended by sys.exit({end.code!r})") from end
+        finally:
+            in_whole_script.reset(token)
+            sys.modules["__main__"] = self._former
+        if not worker.began:
+            raise UsageError(
+                f"{self._path} has ended without worker = pl.init() and worker.setup: it has not"
+                " trained on this worker"
+            )
 
 
 def load_script(path: Path) -> types.ModuleType:

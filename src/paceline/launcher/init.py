@@ -15,7 +15,7 @@ from paceline.comm.limits import Limits
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
-from paceline.common.reference import refer_or_name
+from paceline.common.reference import Reference, find, in_whole_script
 from paceline.errors import (
     CommTimeout,
     NotLaunched,
@@ -28,7 +28,7 @@ from paceline.errors import (
 )
 from paceline.launcher.rank import noting_origin
 from paceline.launcher.script import ScriptWorker
-from paceline.launcher.spec import InitSpec, Train, takes
+from paceline.launcher.spec import InitSpec, takes
 from paceline.launcher.transports import connect_under_launcher
 from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
@@ -53,17 +53,22 @@ def init(spec: InitSpec) -> ScriptWorker:
     ``worker = pl.init()``, ``worker.finish()`` ends it, or the end of the script. A script that
     ends by an error, or by ``sys.exit`` with a code other than 0, gives the run up.
 
+    In a script that ``paceline run`` starts as a whole, this is the worker of that run, whose
+    options are those of the command.
+
     Raises:
         NotSaved: the model could not be written to ``out``; at the end of the run.
     """
     worker = current_worker()
-    if worker is not None and not worker.finished:
-        raise UsageError(
-            "pl.init must be called once in a run: there is a worker already; use that, or call its"
-            " finish() first"
-        )
-    run = _run(spec)
-    return ScriptWorker(run.__enter__(), run)
+    if worker is None or (worker.finished and not in_whole_script.get()):
+        run = _run(spec)
+        return ScriptWorker(run.__enter__(), run, watches=True)
+    if in_whole_script.get() and not isinstance(worker, ScriptWorker):
+        return ScriptWorker.of(worker)
+    raise UsageError(
+        "pl.init must be called once in a run: there is a worker already; use that, or call its"
+        " finish() first"
+    )
 
 
 @contextmanager
@@ -160,9 +165,10 @@ def _tell_losses(session: Session) -> None:
 
 
 def train_launched(
-    train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
+    train: Reference, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
 ) -> Result | None:
     """Run ``train(worker)`` in this process of another launcher; rank 0 returns the result."""
+    program = find(train)
     recorder, began_s = RunRecorder(None, spec.on_metric), time.monotonic()
     not_saved = None
     try:
@@ -170,7 +176,7 @@ def train_launched(
             if workers not in (None, session.size):
                 rule = f"must be {session.size}, as the launcher says"
                 raise UsageError(f"workers ({workers}) {rule}")
-            train(Worker(session), **arguments)
+            program(Worker(session), **arguments)
             session.finish()
             summaries = gather_summaries(session)
     except NotSaved as error:
@@ -189,7 +195,7 @@ def train_launched(
     if spec.out is not None:
         config = {
             "world": "launched",
-            "train": refer_or_name(train),
+            "train": train,
             "strategy": repr(session.strategy),
             "spec": strategy_spec(session.strategy),
             "workers": session.size,

@@ -11,7 +11,8 @@ import atexit
 import dis
 import os
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -32,11 +33,23 @@ class ScriptWorker(Worker):
     Args:
         session: of this rank.
         run: is left when the run ends.
+        watches: whether the end of the script is the end of the run, too.
     """
 
-    def __init__(self, session: Session, run: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, session: Session, run: AbstractContextManager[Any], *, watches: bool
+    ) -> None:
         super().__init__(session)
         self._end = ScriptEnd(run)
+        if watches:
+            self._end.watch()
+
+    @classmethod
+    def of(cls, worker: Worker) -> Self:
+        """The worker of a run that something else ends."""
+        run = _finishing(worker)
+        run.__enter__()
+        return cls(worker._session, run, watches=False)
 
     def __enter__(self) -> Self:
         self._end.unwatch()
@@ -55,7 +68,8 @@ class ScriptWorker(Worker):
         try:
             return super().setup(model, optimizer)
         except ServingDone as done:
-            self._end.leave(done)
+            if self._end.watches:
+                self._end.leave(done)
             raise
 
     def finish(self) -> None:
@@ -63,6 +77,13 @@ class ScriptWorker(Worker):
         super().finish()
         if self._end.watches:
             self._end.leave()
+
+
+@contextmanager
+def _finishing(worker: Worker) -> Iterator[None]:
+    """Inside, a worker trains; then it finishes."""
+    yield
+    worker.finish()
 
 
 class ScriptEnd:
@@ -83,6 +104,10 @@ class ScriptEnd:
         self._asked: list[Any] = []
         self._former = sys.excepthook, sys.exit
         self._own = self._on_error, self._on_exit
+        self.watches = False
+
+    def watch(self) -> None:
+        """Have the end of the script be the end of the run."""
         sys.excepthook, sys.exit = self._own
         atexit.register(self._at_exit)
         self.watches = True

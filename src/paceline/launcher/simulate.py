@@ -62,7 +62,8 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     if checkpoints.on and record is not None:
         raise UsageError("replay must not be used with checkpoints")
     cluster = asdict(spec.loaded_cluster)
-    checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
+    recorded = {**same, "train": refer_or_name(spec.train), "cluster": cluster}
+    checkpoints.prepare(recorded, spec.size)
     recorder = RunRecorder(spec.out, spec.on_metric, spec.on_progress, spec.loggers)
     checkpoints.follow(recorder)
     world = World(
@@ -77,7 +78,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         on_event=recorder.event,
         start_s=checkpoints.start_s,
     )
-    recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
+    recorder.write_config({"world": "simulated", **same, **_config(spec, policy)})
     file = spec.folder / TRACE if spec.folder and spec.trace else None
     batching = _batching(spec, world, recorder)
     if batching is None:
@@ -182,13 +183,13 @@ def _batching(spec: SimulationSpec, world: World, recorder: RunRecorder) -> Batc
     return batching
 
 
-def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:
+def _config(spec: SimulationSpec, policy: MembershipPolicy) -> dict[str, Any]:
     """The configuration of the run, for its folder."""
     model = spec.loaded_cluster.stands_for
     return {
         "spec": strategy_spec(spec.method),
         "synchronous": spec.method.synchronous,
-        "train": refer_or_name(train),
+        "train": refer_or_name(spec.train),
         "cluster": asdict(spec.loaded_cluster),
         "as_model": stands_for_note(model.model) if model else None,
         "faults": [asdict(fault) for fault in spec.faults],
