@@ -204,7 +204,7 @@ def train_launched(
             "batch": spec.batch,
             "arguments": dict(arguments),
         }
-        write_result(Path(spec.out), vars(result), config)
+        write_result(Path(spec.out), result.to_record(), config)
     if not_saved is not None:
         raise not_saved
     return result

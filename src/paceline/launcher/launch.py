@@ -18,13 +18,14 @@ from paceline.common.reference import find, plain_json, refer_to
 from paceline.errors import UsageError
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.fault_clock import FaultClock
-from paceline.launcher.rank import run_rank
+from paceline.launcher.rank import delivered, run_rank
 from paceline.launcher.rank_process import Channel, Message, refuse_in_rank
 from paceline.launcher.signals import ASK, Stop
 from paceline.launcher.spec import LaunchSpec, OnDevice, takes
 from paceline.launcher.supervisor import run_ranks, threads_per_rank
 from paceline.launcher.transports import TRANSPORTS
-from paceline.record.folder import RankFiles, claim
+from paceline.record.delivery import Delivery, parts_of
+from paceline.record.folder import MODEL, RankFiles, claim
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import homes_of
@@ -66,7 +67,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     if not spec.trace:
         recorder.no_trace()
     recorder.write_config(_config(spec, policy, common))
-    handlers = _handlers(recorder, checkpoints)
+    delivery = Delivery(spec.workers, spec.folder and spec.folder / MODEL)
+    handlers = _handlers(recorder, checkpoints, delivery)
     try:
         with Stop(checkpoints.on) as stop:
             returned = run_ranks(
@@ -89,7 +91,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
         recorder.close(ranks=spec.size)
     if STOPPED in returned:
         raise stop.error(checkpoints.how_to_resume())
-    return recorder.result(
+    delivery.end()
+    result = recorder.result(
         strategy_name(spec.method),
         [Summary(**summary) for summary in returned if summary is not None],
         workers=spec.workers,
@@ -98,6 +101,7 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
         seed=spec.seed,
         **checkpoints.facts(),
     )
+    return result.with_delivery(delivery)
 
 
 def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
@@ -134,7 +138,7 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
 
 
 def _handlers(
-    recorder: RunRecorder, checkpoints: CheckpointCoordinator
+    recorder: RunRecorder, checkpoints: CheckpointCoordinator, delivery: Delivery
 ) -> dict[str, Callable[[Message], None]]:
     """The handler of each kind of message that ranks send."""
     return {
@@ -143,6 +147,7 @@ def _handlers(
         "no_trace": lambda record: recorder.no_trace(record["reason"]),
         "progress": recorder.progress,
         "saved": lambda record: checkpoints.add_report(Saved(**record)),
+        "delivered": delivery.take,
     }
 
 
@@ -178,8 +183,11 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         by_speed=argument["batch"] is not None,
     )
     try:
-        run_rank(session, find(argument["train"]), argument["arguments"])
+        returned = run_rank(session, find(argument["train"]), argument["arguments"])
         model_error = files.save_answer(session.model) if session.leads else None
+        for what, content in delivered(session, returned, argument["out"]):
+            for part in parts_of(what, session.rank, content):
+                channel.report("delivered", part)
     except Stopped:
         return STOPPED
     finally:
