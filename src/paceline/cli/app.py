@@ -43,6 +43,7 @@ from paceline.common.options import at_least, one_of
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
 from paceline.launcher.capacity import check_virtual_workers
+from paceline.record.folder import check_out
 from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.sim.models import as_model as with_model
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
@@ -362,6 +363,20 @@ def plan(
         c.seeds_of(seeds, training.seed),
         check,
     )
+
+
+@command(app)
+def demo(
+    output: OutputOptions,
+    out: Annotated[
+        Path, Option("--out", help="Folder of the runs; those in it are not repeated.")
+    ] = Path("runs/demo"),
+) -> None:
+    """Train the built-in task in several ways and compare them; takes about a minute."""
+    from paceline.cli.demo import show_demo
+
+    check_out(out)
+    show_demo(output.screen(), out)
 
 
 @command(app)
