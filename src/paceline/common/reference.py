@@ -25,13 +25,7 @@ Reference = dict[str, Any]
 
 def refer_to(thing: Callable[..., Any] | type) -> Reference:
     """The module or script of a function or class, and its name, for another process."""
-    module, name = thing.__module__, getattr(thing, "__qualname__", "")
-    if not name or "<" in name or getattr(thing, "__self__", None) is not None:
-        raise UsageError(
-            f"{name or repr(thing)} must be defined at the top level of a module or script, where"
-            " other processes find it by name. Move it out of the function, class or object that"
-            " it is in; pass what it needs from there with arguments={...}"
-        )
+    module, name = thing.__module__, check_name(thing)
     if module not in ("__main__", _MAIN):
         return {"module": module, "name": name}
     main = sys.modules["__main__"]
@@ -40,6 +34,18 @@ def refer_to(thing: Callable[..., Any] | type) -> Reference:
     if (path := getattr(main, "__file__", None)) is None:
         raise UsageError(f"{name} must be in a file, not typed in: other processes import it")
     return {"main": str(Path(path).resolve()), "name": name}
+
+
+def check_name(thing: Callable[..., Any] | type) -> str:
+    """The name of a function or class; refuses what is not at the top level of a module."""
+    name: str = getattr(thing, "__qualname__", "")
+    if not name or "<" in name or getattr(thing, "__self__", None) is not None:
+        raise UsageError(
+            f"{name or repr(thing)} must be defined at the top level of a module or script, where"
+            " other processes find it by name. Move it out of the function, class or object that"
+            " it is in; pass what it needs from there with arguments={...}"
+        )
+    return name
 
 
 def refer_or_name(thing: Callable[..., Any] | Reference) -> Reference | str:
@@ -138,13 +144,20 @@ class WholeScript:
 def load_script(path: Path) -> types.ModuleType:
     """Import a script under its own name, as if its folder were the current one."""
     sys.path.insert(0, str(path.parent))
-    loader = SourceFileLoader(path.stem, str(path))  # accepts any file extension
+    loader = _ScriptLoader(path.stem, str(path))  # accepts any file extension
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+class _ScriptLoader(SourceFileLoader):
+    """Loads a script from its source, as Python does: no file of bytecode is read or written."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("bytecode is not wanted")
 
 
 def plain_json(name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from paceline.comm.membership import MembershipPolicy
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
-from paceline.common.reference import find, plain_json, refer_to
+from paceline.common.reference import Reference, find, plain_json, refer_to
 from paceline.errors import UsageError
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.fault_clock import FaultClock
@@ -24,6 +24,7 @@ from paceline.launcher.signals import ASK, Stop
 from paceline.launcher.spec import LaunchSpec, OnDevice, takes
 from paceline.launcher.supervisor import run_ranks, threads_per_rank
 from paceline.launcher.transports import TRANSPORTS
+from paceline.launcher.typed_in import reference_of
 from paceline.record.delivery import Delivery, parts_of
 from paceline.record.folder import MODEL, RankFiles, claim
 from paceline.record.result import Result, RunRecorder, Summary
@@ -52,13 +53,13 @@ def launch(spec: LaunchSpec) -> Result:
     began_s = time.monotonic()
     refuse_in_rank()
     _refuse_under_launcher()
-    with claim(spec.out):
-        return _launch(spec, began_s)
+    with claim(spec.out), reference_of(spec) as train:
+        return _launch(spec, train, began_s)
 
 
-def _launch(spec: LaunchSpec, began_s: float) -> Result:
+def _launch(spec: LaunchSpec, train: Reference, began_s: float) -> Result:
     policy, checkpoints, hosts = spec.policy(), spec.checkpoints(), spec.many_hosts
-    common = _config_of_ranks(spec, policy)
+    common = _config_of_ranks(spec, train, policy)
     must_match = {name: common[name] for name in _MUST_MATCH}
     checkpoints.prepare({"strategy": repr(spec.method), **must_match}, spec.size)
     common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
@@ -104,10 +105,10 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     return result.with_delivery(delivery)
 
 
-def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
+def _config_of_ranks(spec: LaunchSpec, train: Reference, policy: MembershipPolicy) -> Message:
     """The configuration that every rank gets."""
     return {
-        "train": spec.train if isinstance(spec.train, dict) else refer_to(spec.train),
+        "train": train,
         "strategy": pack_strategy(spec.method),
         "workers": spec.workers,
         "seed": spec.seed,
