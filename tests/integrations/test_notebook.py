@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 def test_the_example_runs_in_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": tmp_path}}).execute()
+    where = {"metadata": {"path": tmp_path}}
+    NotebookClient(notebook, timeout=200, resources=where).execute()
     printed = "".join(
         output.text
         for cell in notebook.cells
