@@ -6,15 +6,14 @@ import email
 import json
 import os
 import re
-import subprocess
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from support import runs, warm
-from support.hermetic import outside
+from support import runs
+from support.distribution import build, python
 from support.worlds import on_shared_memory
 from trove_classifiers import classifiers
 
@@ -35,32 +34,6 @@ NEEDED = (
 )
 """What is no module, and without which a command fails."""
 MOST_BYTES = 4_000_000
-
-
-def python(folder, *arguments, **variables):
-    """Run Python in a folder; returns what it printed."""
-    done = subprocess.run(
-        [warm.python(), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def build(source, folder, kind):
-    """Build the distribution of a source tree; needs no network.
-
-    The builder looks for a repository of Mercurial around it.
-    """
-    looks = [str(above / name) for above in source.parents for name in (".hg", ".hgignore")]
-    roots = {outside.ROOTS: os.pathsep.join([os.environ[outside.ROOTS], *looks])}
-    python(source, "-m", "hatchling", "build", "-t", kind, "-d", folder, **roots)
-    (path,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
-    return path
 
 
 @pytest.fixture(scope="module")
