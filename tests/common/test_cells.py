@@ -94,7 +94,6 @@ def test_classes_come_before_what_needs_them_to_be_defined(notebook):
         torch.tensor,
         math.pi,
     ],
-    ids=str,
 )
 def test_plain_constants_and_what_modules_have_come_as_they_are(notebook, value):
     notebook.run("def train(): return VALUE\n")
