@@ -208,8 +208,11 @@ def test_there_is_one_run_at_a_time_and_it_leaves_nothing_behind():
         with pytest.raises(pl.UsageError, match="must be called once in a run"):
             pl.init()
         runs.train(worker)
+        assert worker.reduce(2.0) == 2.0
         worker.finish()
         worker.finish()
+        with pytest.raises(pl.UsageError, match=r"reduce must be called before worker\.finish"):
+            worker.reduce(2.0)
         assert (sys.excepthook, sys.exit) == before and current_worker() is None
         with pytest.raises(KeyError), pl.init() as other:
             assert other is not worker and (sys.excepthook, sys.exit) == before

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import ServingDone, UsageError
@@ -72,6 +72,14 @@ class ScriptWorker(Worker):
                 self._end.leave(done)
             raise
 
+    def reduce(self, value: float | Tensor, op: Literal["mean", "sum"] = "mean") -> Any:
+        """As :meth:`Worker.reduce`; refused when this process has left the run."""
+        if self._end.has_left:
+            raise UsageError(
+                "worker.reduce must be called before worker.finish(): this process has left the run"
+            )
+        return super().reduce(value, op)
+
     def finish(self) -> None:
         """As :meth:`Worker.finish`; without a ``with`` statement, this is the end of the run."""
         super().finish()
@@ -120,6 +128,11 @@ class ScriptEnd:
             sys.excepthook = self._former[0]
         if sys.exit is self._own[1]:
             sys.exit = self._former[1]
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the run was left."""
+        return self._run is None
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run, as a ``with`` statement does; idempotent."""
