@@ -90,7 +90,7 @@ def test_the_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
         content.extractall(tmp_path, filter="data")
     (tree,) = tmp_path.iterdir()
     assert build(tree, tmp_path / "again", "wheel").read_bytes() == wheel.read_bytes()
-    for name in ("README.md", "CHANGELOG.md", "tests/conftest.py", "docs/loops.md"):
+    for name in ("README.md", "CHANGELOG.md", "tests/conftest.py", "docs/start.md"):
         assert (tree / name).is_file(), name
     assert os.access(tree / "scripts" / "test", os.X_OK)
     assert not list(tree.rglob("__pycache__")) and not (tree / "runs").exists()
