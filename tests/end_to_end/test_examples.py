@@ -96,6 +96,18 @@ def test_the_same_loop_learns_on_two_workers(tmp_path):
     assert len(lines) == 6
 
 
+# gan.py ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.transport("shared_memory")
+def test_a_gan_learns_on_two_workers(tmp_path):
+    lines = run(tmp_path, EXAMPLES / "gan.py")
+    told = [re.fullmatch(r"epoch \d+: (\S+) from the circle, (\d) of 8 parts", x) for x in lines]
+    distances = [float(match[1]) for match in told]
+    assert len(distances) == 4 and distances[-1] < 0.15 < distances[0]
+    assert told[-1][2] == "8"
+
+
 # torchrun.py -------------------------------------------------------------------------------------
 
 

@@ -282,7 +282,8 @@ def public_definitions(body, inside=""):
     for node in body:
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        if not node.name.startswith("_"):
+        overload = any(getattr(each, "id", "") == "overload" for each in node.decorator_list)
+        if not node.name.startswith("_") and not overload:
             yield f"{inside}{node.name}", node
             if isinstance(node, ast.ClassDef):
                 yield from public_definitions(node.body, f"{inside}{node.name}.")

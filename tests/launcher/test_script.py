@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import runs, warm
 from support.worlds import on_distributed, on_hosts
 
@@ -198,6 +199,22 @@ def test_torchrun_starts_such_a_script(tmp_path):
 
 
 # In this process ---------------------------------------------------------------------------------
+
+
+def test_a_script_has_several_models_and_frozen_parameters(tmp_path):
+    with torch.random.fork_rng():
+        worker = pl.init(out=tmp_path / "out")
+        pair = torch.nn.Linear(2, 1), torch.nn.Linear(1, 2)
+        pair[1].bias.requires_grad_(False)
+        each = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
+        (first, second), optimizers = worker.setup(pair, each, with_frozen=True)
+        second(first(torch.ones(2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        worker.finish()
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(saved["1.weight"], second.weight)
+    assert set(saved) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_there_is_one_run_at_a_time_and_it_leaves_nothing_behind():

@@ -293,12 +293,12 @@ def test_what_a_server_keeps_for_its_successor_may_lie_on_two_devices(kind):
 
     def run(on, take_over):
         w = on(torch.arange(5.0))
-        optimizer = ShardOptimizer(w, part, replica, "user", coupled=True)
+        optimizer = ShardOptimizer(w, part, replica, "user", coupled=[True])
         for step in range(4):
             if step == 2 and take_over:
                 left = optimizer.buffers()
                 assert left.device == w.device
-                optimizer = ShardOptimizer(w, part, replica, "user", coupled=True)
+                optimizer = ShardOptimizer(w, part, replica, "user", coupled=[True])
                 optimizer.load_buffers(left)
             optimizer.step(on(torch.arange(5.0) - step), hyperparameters, 1)
         return w

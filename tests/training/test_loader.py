@@ -316,10 +316,12 @@ class _Own:
         return len(self._batches)
 
 
-def test_loader_processes_load_the_same_batches():
-    plain, _ = take(DataLoader(numbers(24), batch_size=4, shuffle=True), 2, epochs=1)
-    loader = DataLoader(numbers(24), batch_size=4, shuffle=True, num_workers=1)
-    with_processes, _ = take(loader, 2, epochs=1)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_processes_load_the_same_batches(persistent):
+    plain, _ = take(DataLoader(numbers(24), batch_size=4, shuffle=True), 2, epochs=2)
+    options = {"num_workers": 1, "persistent_workers": persistent}
+    loader = DataLoader(numbers(24), batch_size=4, shuffle=True, **options)
+    with_processes, _ = take(loader, 2, epochs=2)
     assert plain == with_processes
 
 

@@ -139,7 +139,7 @@ def test_no_sync_steps_are_local():
 
 def test_adding_parameters_later_is_refused():
     def body(worker, net, paced, inner):
-        with pytest.raises(pl.UsageError, match="add_param_group must be called before"):
+        with pytest.raises(pl.UsageError, match="so that add_param_group must be called before"):
             paced.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
     on_two_workers(body)

@@ -224,3 +224,33 @@ def test_a_step_takes_a_closure_alone():
 
     with pytest.raises(pl.UsageError, match="takes a closure, and nothing else"):
         simulated(act, "gossip")
+
+
+def test_several_optimizers_are_paced_one_by_one():
+    """As with worker.setup: 64 steps of two optimizers, each in its turn."""
+
+    def train(worker, paced):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+        optimizers = [SGD(model[0].parameters(), lr=0.05), Adam(model[1].parameters(), lr=0.05)]
+        loader = DataLoader(DATA, batch_size=8)
+        if paced:
+            with pl.paced(model, optimizers):
+                learn(model, optimizers, worker.setup_dataloaders(loader))
+        else:
+            model, optimizers = worker.setup(model, optimizers)
+            learn(model, optimizers, worker.setup_dataloaders(loader))
+            worker.finish()
+        worker.log(end=float(nn.utils.parameters_to_vector(model.parameters()).sum().detach()))
+
+    def learn(model, optimizers, loader):
+        for (x,) in loader:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    for strategy in ("allreduce", "downpour", "gossip"):
+        how = {"workers": 2, "strategy": strategy}
+        runs = [pl.simulate(train, arguments={"paced": paced}, **how) for paced in (True, False)]
+        assert runs[0].metrics == runs[1].metrics and runs[0].steps == 2 * 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ from paceline.training.worker import Worker, current_worker
 
 @contextmanager
 def paced(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     strategy: str | Strategy | None = None,
     **options: Any,
@@ -33,23 +33,25 @@ def paced(
     processes by itself goes through ``worker.setup_dataloaders``.
 
     Args:
-        model: the loop's.
-        optimizer: of the model; schedulers and gradient scalers may have it already.
+        model: the loop's, or several.
+        optimizer: of the model, or several; schedulers and gradient scalers may have it already.
         strategy: the method; in a run that has one, it must be the same, or left out.
         options: of ``pl.init``, for a run of its own.
     """
+    models = [model] if isinstance(model, nn.Module) else [*model]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     worker = current_worker()
     if worker is None or worker.finished:
         with (
             init(strategy=strategy or "allreduce", **options) as own,
-            paced_steps(own, model, optimizer),
+            paced_steps(own, models, optimizers),
         ):
             yield own
         return
     check_method(worker, strategy)
     if options:
         raise UsageError(f"{', '.join(options)} must be given to what starts the run")
-    with paced_steps(worker, model, optimizer):
+    with paced_steps(worker, models, optimizers):
         yield worker
 
 

@@ -11,10 +11,10 @@ import atexit
 import dis
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,8 +23,6 @@ from paceline.errors import ServingDone, UsageError
 from paceline.training.optimizer import PacedOptimizer
 from paceline.training.session import Session
 from paceline.training.worker import Worker
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class ScriptWorker(Worker):
@@ -63,10 +61,12 @@ class ScriptWorker(Worker):
     ) -> None:
         self._end.leave(error)
 
-    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]:
-        """As :meth:`Worker.setup`; a rank that is no worker ends its process here."""
+    def _begin(
+        self, models: list[nn.Module], optimizers: Sequence[Optimizer], with_frozen: bool
+    ) -> list[PacedOptimizer]:
+        """In :meth:`Worker.setup`; a rank that is no worker ends its process here."""
         try:
-            return super().setup(model, optimizer)
+            return super()._begin(models, optimizers, with_frozen)
         except ServingDone as done:
             if self._end.watches:
                 self._end.leave(done)

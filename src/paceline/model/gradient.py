@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
+from paceline.model.part import WHOLE, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,8 @@ class Gradient:
         overflow: whether a gradient scaler found it to be infinite.
         dropped: whether the guard dropped it: it is not finite, or it explodes.
         max_norm: the update must still clip it to this norm, if given.
+        part: whose gradient it is: in a run with several optimizers, only the parameters of one
+            have a gradient in a step.
     """
 
     gathered: Tensor | None = None
@@ -35,6 +38,7 @@ class Gradient:
     overflow: bool = False
     dropped: bool = False
     max_norm: float | None = None
+    part: Part = WHOLE
 
     @property
     def vector(self) -> Tensor:
@@ -42,6 +46,11 @@ class Gradient:
         if self.gathered is None:
             raise UsageError("g.vector must not be read where uses_gradient is False")
         return self.gathered
+
+    @property
+    def own(self) -> Tensor:
+        """Of the vector, the numbers of its own part."""
+        return self.vector if self.part is WHOLE else self.vector[self.part.place]
 
     @property
     def usable(self) -> bool:
@@ -56,9 +65,9 @@ class Gradient:
     @property
     def ordinary(self) -> bool:
         """Whether it is usable and complete, so that workers need not exchange flags in a mean."""
-        return self.usable and (not self.samples or all(self.present))
+        return self.usable and (not self.samples or all(self.present[self.part.spans]))
 
     @classmethod
-    def nothing(cls, vector: Tensor, parameters: int) -> Gradient:
+    def nothing(cls, vector: Tensor, parameters: int, part: Part = WHOLE) -> Gradient:
         """The gradient of a worker that has used all its data; ``vector`` receives the mean."""
-        return cls(gathered=vector, present=(False,) * parameters, samples=0)
+        return cls(gathered=vector, present=(False,) * parameters, samples=0, part=part)

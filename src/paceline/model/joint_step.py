@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from paceline.model.flat import Flat
+from paceline.model.part import WHOLE, Part
 
 ELEMENTWISE = (
     optim.SGD,
@@ -42,10 +43,11 @@ class JointStep:
     Args:
         flat: the parameters, and their gradients.
         optimizer: the user's.
+        part: the parameters of this optimizer.
     """
 
-    def __init__(self, flat: Flat, optimizer: optim.Optimizer) -> None:
-        self._flat, self._optimizer = flat, optimizer
+    def __init__(self, flat: Flat, optimizer: optim.Optimizer, part: Part = WHOLE) -> None:
+        self._flat, self._optimizer, self._part = flat, optimizer, part
         self._step = inspect.unwrap(type(optimizer).step)  # without hooks and profiling
         self._shown: list[Any] | None = None
         self._known: list[Any] = []
@@ -54,25 +56,30 @@ class JointStep:
     def suits(flat: Flat, optimizer: optim.Optimizer) -> bool:
         """Whether these steps are the same, and faster."""
         plain = not any(group.get("differentiable") for group in optimizer.param_groups)
-        return flat.x.is_cuda and type(optimizer) in ELEMENTWISE and plain
+        whole = all(len(ranges) <= 1 for ranges in flat.places)
+        suits = type(optimizer) in ELEMENTWISE and plain and whole and not flat.apart
+        return flat.x.is_cuda and suits
 
     def step(self) -> None:
         """Make one step."""
         optimizer = self._optimizer
         hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-        joint = hooks <= 1 and self._flat.is_gathered() and self._take()  # one hook is our own
+        joint = (
+            hooks <= 1 and self._flat.is_gathered(self._part) and self._take()
+        )  # one hook is our own
         if not joint:
             self._shown = None
             return optimizer.step()
         for group in self._groups:
-            group.options.update(optimizer.param_groups[group.number], params=[group.vector])
+            options = optimizer.param_groups[group.number - self._part.first_group]
+            group.options.update(options, params=[group.vector])
         with torch.no_grad():
             self._step(self._joint)
         self._show()
 
     @cached_property
     def _groups(self) -> list[JointGroup]:
-        numbers = sorted({span.group for span in self._flat.spans})
+        numbers = sorted({span.group for span in self._flat.spans[self._part.spans]})
         return [JointGroup(self._flat, number) for number in numbers]
 
     @cached_property
@@ -127,9 +134,9 @@ class JointGroup:
     def __init__(self, flat: Flat, number: int) -> None:
         self._flat, self.number = flat, number
         self.parameters = [span.parameter for span in flat.spans if span.group == number]
-        part = flat.groups[number]
+        part = flat.place(number)
         self.vector = nn.Parameter(flat.x[part])
-        self.vector.grad = flat.g[part]
+        self.vector.grad = flat.kept_g(part)
         self.options: dict[str, Any] = {"params": [self.vector]}
         self._numbers: dict[str, list[Tensor]] = {}
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.model.flat import Allocate, Flat
+from paceline.model.flat import Allocate, Flat, Span
 from paceline.model.gradient import Gradient
 from paceline.model.joint_step import JointStep
+from paceline.model.part import optimizers_of
+from paceline.model.probe import decay_is_coupled, moments_of
 
 DirectStep = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 """What is called with the arguments of a step; it returns those for the optimizer's own code."""
@@ -25,31 +27,69 @@ class Replica:
 
     Attributes:
         flat: the parameters and gradients as vectors.
-        optimizer: the user's optimizer.
+        optimizer: the user's optimizer; of several, all of them joined.
+        optimizers: the user's optimizer, or optimizers.
+        parts: the parameters of each of them.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, allocate: Allocate, aligned: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        allocate: Allocate,
+        aligned: bool = False,
+        with_frozen: bool = False,
     ) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        self.optimizer, self.optimizers = optimizer, optimizers_of(optimizer)
+        if any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers):
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
-        self.flat = Flat(model, optimizer, allocate, aligned)
-        self.optimizer = optimizer
-        joint = JointStep.suits(self.flat, optimizer)
-        self._stepper = JointStep(self.flat, optimizer) if joint else optimizer
+        self.flat = Flat(model, optimizer, allocate, aligned, with_frozen)
+        self.parts = self.flat.parts(optimizer)
+        self._steppers = self._make_steppers()
         self._updating = False
         self._on_direct_step: DirectStep = _refuse_direct_step
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in self.optimizers]
+
+    def _make_steppers(self) -> list[JointStep | Optimizer]:
+        """What steps the parameters of each optimizer."""
+        return [
+            JointStep(self.flat, each, part) if JointStep.suits(self.flat, each) else each
+            for each, part in zip(self.optimizers, self.parts, strict=True)
+        ]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Have the optimizer train more of the parameters that are in the vector."""
+        parameters = group["params"]
+        listed = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        self.flat.check_group(listed)
+        self.optimizer.add_param_group({**group, "params": listed})
+        self.flat.regroup(self.optimizer)
+        self._steppers = self._make_steppers()
+
+    def gather_early(self, wanted: Callable[[], bool]) -> None:
+        """From now on, gather large gradients while backward makes them, if they are wanted."""
+        self._hooks += self.flat.gather_early(wanted)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several optimizers."""
+        return len(self.parts) > 1
 
     def local_update(self, g: Gradient) -> None:
         """If the gradient is usable: clip it if requested, then step the user's optimizer."""
-        if g.usable:
-            self.clip(g)
-            self._updating = True
-            try:
-                self._stepper.step()
-            finally:
-                self._updating = False
+        if g.usable and self.flat.is_lent:
+            with self.flat.given_back(g.gathered):
+                self._update(g)
+        elif g.usable:
+            self._update(g)
+
+    def _update(self, g: Gradient) -> None:
+        self._clip(g)
+        self._updating = True
+        try:
+            self._steppers[g.part.number].step()
+        finally:
+            self._updating = False
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -62,16 +102,23 @@ class Replica:
         self._on_direct_step = act
 
     def release(self) -> None:
-        """After the run, let the user call the optimizer again."""
-        self._hook.remove()
+        """After the run, let the user call the optimizer again, and leave no hook."""
+        for hook in self._hooks:
+            hook.remove()
 
     def clip(self, g: Gradient) -> Gradient:
         """The gradient, clipped (once) if ``worker.clip_gradients`` was called for it."""
         if g.max_norm is None:
             return g
-        parameters = [span.parameter for span in self.flat.spans]
-        torch.nn.utils.clip_grad_norm_(parameters, g.max_norm)
+        self.flat.show_apart(g.gathered)
+        self._clip(g)
+        self.flat.take_apart(g.gathered)
         return replace(g, max_norm=None)
+
+    def _clip(self, g: Gradient) -> None:
+        if g.max_norm is not None:
+            parameters = [span.parameter for span in self.flat.spans[g.part.spans]]
+            torch.nn.utils.clip_grad_norm_(parameters, g.max_norm)
 
     def plain_move(self, v: Tensor) -> None:
         """``x - lr * v``, each group with its own learning rate."""
@@ -81,11 +128,12 @@ class Replica:
 
     def descend(self, x: Tensor, v: Tensor, rates: list[float]) -> None:
         """``x - rate * v``, each parameter group with its own rate."""
-        for part, rate in zip(self.flat.groups, rates, strict=True):
-            x[part].sub_(v[part], alpha=rate)
+        for ranges, rate in zip(self.flat.places, rates, strict=True):
+            for part in ranges:
+                x[part].sub_(v[part], alpha=rate)
 
     def lrs(self) -> list[float]:
-        """The learning rate of each parameter group, in the order of ``flat.groups``."""
+        """The learning rate of each parameter group, in the order of ``flat.places``."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def base_lrs(self) -> list[float]:
@@ -95,7 +143,7 @@ class Replica:
 
     def is_plain_sgd(self) -> bool:
         """Whether a local step is ``x - lr * (g + weight_decay * x)`` and no more."""
-        return type(self.optimizer) is torch.optim.SGD and not any(
+        return all(type(each) is torch.optim.SGD for each in self.optimizers) and not any(
             group["momentum"] or group["maximize"] for group in self.optimizer.param_groups
         )
 
@@ -128,7 +176,7 @@ class Replica:
     def _add_decay(self, v: Tensor, present: tuple[bool, ...]) -> None:
         """Add ``weight_decay * x``, for those parameters that have a gradient."""
         flat, groups = self.flat, self.optimizer.param_groups
-        parts = list(zip(flat.groups, range(len(groups)), strict=True))
+        parts = [(part, number) for number, ranges in enumerate(flat.places) for part in ranges]
         if not all(present):
             spans = itertools.compress(flat.spans, present)
             parts = [(slice(span.start, span.end), span.group) for span in spans]
@@ -138,53 +186,21 @@ class Replica:
                     flat.x[part], alpha=-decay if groups[number].get("maximize") else decay
                 )
 
-    def decay_is_coupled(self) -> bool:
-        """Whether the optimizer's weight decay is that of :meth:`decayed`: a part of the gradient.
+    def decay_is_coupled(self) -> list[bool]:
+        """Whether each optimizer's weight decay is that of :meth:`decayed`: part of the gradient.
 
-        Otherwise it is AdamW's: a step shrinks the parameters by ``lr * weight_decay``. This tries
-        a step of copies of the optimizer on one number.
+        Otherwise it is AdamW's: a step shrinks the parameters by ``lr * weight_decay``.
         """
-        if "weight_decay" not in self.optimizer.defaults:
-            return True
-        try:
-            return self._try_step(g=1.0, decay=0.5) == self._try_step(g=1.5, decay=0.0)
-        except TypeError:  # its class needs more than groups, so no server can make it either
-            return True
-
-    def _try_step(self, g: float, decay: float) -> float:
-        """The result of one step of a copy of the user's optimizer from the number 1."""
-        number = nn.Parameter(torch.ones(1, device=self.flat.x.device))
-        number.grad = torch.full_like(number, g)
-        self._probe(number, lr=0.5, weight_decay=decay, maximize=False)
-        return number.item()
-
-    def _probe(self, number: nn.Parameter, **settings: Any) -> Optimizer:
-        """A copy of the user's optimizer that has made one step on ``number``."""
-        group = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
-        known = {name: value for name, value in settings.items() if name in group}
-        kind: Any = type(self.optimizer)
-        probe: Optimizer = kind([{"params": [number], **group, **known}])
-        probe.step()
-        return probe
+        return [decay_is_coupled(each) for each in self.optimizers]
 
     def moments(self) -> list[str]:
-        """The names of the optimizer's buffers that are shaped like the parameters.
-
-        This tries a step of a copy of the optimizer on one number: every rank must know the names
-        before its own first step.
-        """
-        number = nn.Parameter(torch.zeros(1))
-        number.grad = torch.zeros(1)
-        return [
-            name
-            for name, value in self._probe(number).state[number].items()
-            if isinstance(value, Tensor) and value.shape == number.shape and name != "step"
-        ]
+        """The names of the optimizers' buffers that are shaped like the parameters."""
+        return [*dict.fromkeys(name for each in self.optimizers for name in moments_of(each))]
 
     def read_moment(self, name: str, out: Tensor) -> None:
         """Gather one buffer of the optimizer into a vector, with zeros where it does not exist."""
         for span, view in zip(self.flat.spans, self.flat.views(out), strict=True):
-            buffer = self.optimizer.state[span.parameter].get(name)
+            buffer = self.state_of(span).get(name)
             if buffer is None:
                 view.zero_()
             else:
@@ -193,14 +209,22 @@ class Replica:
     def write_moment(self, name: str, vector: Tensor) -> None:
         """Copy a vector into the optimizer's buffers, where they exist."""
         for span, view in zip(self.flat.spans, self.flat.views(vector), strict=True):
-            buffer = self.optimizer.state[span.parameter].get(name)
+            buffer = self.state_of(span).get(name)
             if buffer is not None:
                 buffer.copy_(view)
 
     def forget_moments(self) -> None:
         """Delete the optimizer's buffers; it starts again without them."""
         for span in self.flat.spans:
-            self.optimizer.state.pop(span.parameter, None)
+            for each in self.optimizers:
+                each.state.pop(span.parameter, None)
+
+    def state_of(self, span: Span) -> dict[str, Any]:
+        """What the optimizer of a parameter remembers of it."""
+        found = (
+            each.state[span.parameter] for each in self.optimizers if span.parameter in each.state
+        )
+        return next(found, {})
 
 
 def _refuse_direct_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

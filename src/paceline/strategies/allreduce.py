@@ -61,16 +61,21 @@ class AllReduce(Lockstep):
         rate.""",
     )
     equal_rates = True
+    by_part = True
 
     def step(self, x: Tensor, g: Gradient) -> None:
         self.steps += 1
-        _, odd = self.weigh(g.vector, g.weight, not g.ordinary)  # g <- sum_i n_i g_i / sum_i n_i
+        self.agree_on_part(g.part)
+        _, odd = self.weigh(g.own, g.weight, not g.ordinary)  # g <- sum_i n_i g_i / sum_i n_i
         self.local_update(self._agree(g) if odd else g)  # x <- optimizer(x, g)
 
     def synchronize(self, x: Tensor, weight: int) -> bool:
+        part = self.agree_on_part(None)
+        if part is None:
+            return False
         flat = self.replica.flat
-        nothing = Gradient.nothing(flat.g, len(flat.spans))
-        whole, odd = self.weigh(nothing.vector, 0)
+        nothing = Gradient.nothing(flat.g, len(flat.spans), part)
+        whole, odd = self.weigh(nothing.own, 0)
         if odd:
             self._agree(nothing)
         return whole > 0 or odd
@@ -82,5 +87,6 @@ class AllReduce(Lockstep):
         flags = g.vector.new_tensor(own)
         self.reduce(flags, int(contributes))
         overflow, *present = (flags > 0).tolist()
+        self.replica.flat.check_present(present)
         self.replica.flat.show_gradients(present)
         return replace(g, overflow=overflow, dropped=False, present=tuple(present))

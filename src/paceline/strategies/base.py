@@ -50,6 +50,8 @@ class Traits(Place):
         synchronous: whether workers wait for each other. If so, loaders shard each global batch;
             otherwise workers draw batches from one queue.
         uses_gradient: whether ``step`` reads ``g.vector``; otherwise it is not gathered.
+        by_part: whether it reads and writes only ``g.own`` of that. Where there are several
+            optimizers, the rest of the vector is not cleared then.
         defers: whether a step may leave work to ``settle``.
         adds_up: whether the update of each worker counts in full; then the learning rate of one
             large batch is to be divided by the number of workers.
@@ -58,6 +60,8 @@ class Traits(Place):
             what they show each other are their rates.
         divides_anew: whether workers of a synchronous method learn of losses by collectives of all
             ranks; then they divide the data anew.
+        fixed_groups: why the user's optimizer cannot get more parameter groups in mid-run; empty
+            where it can.
         resumable: whether workers hold all there is of a run, so that :meth:`Worker.save` can.
         state: the attributes of a worker that a checkpoint holds, beside those of base classes.
     """
@@ -66,10 +70,12 @@ class Traits(Place):
     about: ClassVar[About] = About()
     synchronous: ClassVar[bool] = True
     uses_gradient: ClassVar[bool] = True
+    by_part: ClassVar[bool] = False
     defers: ClassVar[bool] = False
     adds_up: ClassVar[bool] = False
     equal_rates: ClassVar[bool] = False
     divides_anew: ClassVar[bool] = True
+    fixed_groups: ClassVar[str] = ""
     resumable: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ()
 
@@ -165,6 +171,9 @@ class Strategy(Traits, Roles, ABC):
         Returns the number of the synchronization, the same on all members; None if nobody waits.
         """
         return self.comm.collectives_done if self.comm.someone_waits else None
+
+    def regrouped(self) -> None:
+        """After the user's optimizer has got another parameter group, in mid-run."""
 
     def grown(self) -> None:
         """After workers were taken in, on each member of a synchronous method."""

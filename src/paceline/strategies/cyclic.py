@@ -149,7 +149,7 @@ class Cyclic(RingStrategy):
         """The move of this worker since its last turn, or its gradients."""
         if self.origin is None:
             a = x if self.accrued is None else self.accrued
-            return a / self.pending if self.pending and self.scale == "mean" else a  # a_i / c_i
+            return self.mean(a) if self.pending and self.scale == "mean" else a  # a_i / c_i
         move = x - self.origin  # x_i - o_i
         if self.pending and not self._admits(move):
             self.replica.forget_moments()
@@ -192,5 +192,5 @@ class TurnServer(TokenServer, GradientServer):
     method: Cyclic
 
     def take(self, worker: int, request: Request, vector: Tensor) -> None:
-        counts_for = request.batches if self.method.scale == "sum" else 1
+        counts_for = request.batches if self.method.scale == "sum" else None
         self.step(request, vector, counts_for)  # w <- optimizer(w, a_i / c_i)

@@ -10,7 +10,7 @@ from paceline.strategies.elastic import Elastic
 from paceline.strategies.served import ServerStrategy
 from paceline.strategies.server import ShardServer
 from paceline.strategies.service import Request
-from paceline.strategies.toolbox.guard import norm
+from paceline.strategies.toolbox.guard import distance, norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ class CenterServer(ShardServer):
             self.reply(worker, e)
 
     def size_of(self, vector: Tensor) -> float:
-        return norm(vector - self.shard) * self.method.moving_rate
+        return distance(vector, self.shard) * self.method.moving_rate
 
     def on_repeat(self, worker: int) -> None:
         """The move of the first reply is not known any more: the worker misses this exchange."""

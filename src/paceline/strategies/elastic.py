@@ -64,6 +64,12 @@ class Elastic(Strategy):
 
     def setup(self, x: Tensor) -> None:
         super().setup(x)
+        self._check_momentum()
+
+    def regrouped(self) -> None:
+        self._check_momentum()
+
+    def _check_momentum(self) -> None:
         groups = self.replica.optimizer.param_groups
         if self.momentum and any(g.get("momentum") or "betas" in g for g in groups):
             raise UsageError(
@@ -92,10 +98,11 @@ class Elastic(Strategy):
         if self.plain is None or self.velocity is None:
             self.local_update(g)  # x_i <- x_i - eta g_i(x_i)
             return
-        looked = x.clone()
+        looked, own = x.clone(), g.part.place
         self.local_update(g)
-        self.velocity.mul_(self.momentum).add_(x - looked)  # v <- delta v - eta g_i(x_i + delta v)
-        x.copy_(self.plain).add_(self.velocity)  # x_i <- x_i + v
+        v = self.velocity[own]
+        v.mul_(self.momentum).add_((x - looked)[own])  # v <- delta v - eta g_i(x_i + delta v)
+        x.copy_(self.plain)[own].add_(v)  # x_i <- x_i + v
         self.ahead = False
 
     def _exchange(self, x: Tensor) -> Tensor:

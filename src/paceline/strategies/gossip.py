@@ -155,7 +155,7 @@ class Gossip(PairStrategy):
 
     def _admits(self, message: Message, x: Tensor) -> bool:
         """Whether the model in a message can be trusted; if so, count how old it is."""
-        if not self.trusts(message.src, message.x - x, message.x, x):
+        if not self.trusts(message.src, None, message.x, x):
             return False
         written_s = Note.of(message.header).time_s
         self.stale.note(len(self.step_times) - bisect_right(self.step_times, written_s))

@@ -45,7 +45,7 @@ class GossipSync(Gossip):
 
     def _receive_model(self, source: int, x: Tensor) -> list[Tensor]:
         model = self.receive(source, x, MODEL)
-        trusted = model is not None and self.trusts(source, model - x, model, x)
+        trusted = model is not None and self.trusts(source, None, model, x)
         return [model] if model is not None and trusted else []
 
     def _agree_on_peers(self, trains: bool) -> tuple[int, ...]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
+from paceline.errors import UsageError
 from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters, write_hyperparameters
+from paceline.model.part import WHOLE
 from paceline.strategies.about import About
 from paceline.strategies.base import WORKER, Role
 from paceline.strategies.lockstep import BEHIND, ODD, take_latest
@@ -99,6 +101,7 @@ class Layered(RoleStrategy):
         self.steps = 0
         self.behind = False
         self._max_norm: float | None = None
+        self._part = WHOLE
 
     def roles(self, workers: int) -> tuple[Role, ...]:
         beside = [group[0] for group in groups(workers, self.group_size)]
@@ -125,12 +128,13 @@ class Layered(RoleStrategy):
         self.steps += 1
         self._send(g)
         self._hyperparameters = read_hyperparameters(self.replica.optimizer)
-        self._max_norm = g.max_norm
+        self._max_norm, self._part = g.max_norm, g.part
 
     def settle(self, x: Tensor) -> None:
         """Take the mean of the last step, and make the update that was put off."""
         if self.services[0].awaits_reply:
             mean, _ = self._receive()
+            self._check_part(mean)
             if mean.samples and not self.behind:
                 self._update(mean)
 
@@ -149,7 +153,8 @@ class Layered(RoleStrategy):
         if g.dropped:
             g.vector.zero_()
         overflow, *present = (g.weight > 0 and flag for flag in (g.overflow, *g.present))
-        flags = OVERFLOW * overflow | ODD * (not g.ordinary) | BEHIND * self.behind
+        odd = not g.ordinary or (g.samples > 0 and self.replica.several)
+        flags = OVERFLOW * overflow | ODD * odd | BEHIND * self.behind
         body = pack(g.weight, flags, *present)
         self.services[0].send_request(body, g.vector.clone())  # n_i, g_i(x_t)
 
@@ -159,15 +164,23 @@ class Layered(RoleStrategy):
         samples, flags, *counts = unpack(reply.body)
         present, overflow = tuple(count > 0 for count in counts), flags & OVERFLOW > 0
         mean = Gradient(gathered=reply.vector, present=present, samples=samples, overflow=overflow)
-        return replace(mean, max_norm=self._max_norm), flags
+        return replace(mean, max_norm=self._max_norm, part=self._part), flags
+
+    def _check_part(self, mean: Gradient) -> None:
+        """Refuse a step in which others step another optimizer, or have parameters in one."""
+        self.replica.flat.check_present(mean.present)
+        others = mean.present[: mean.part.spans.start] + mean.present[mean.part.spans.stop :]
+        if self.replica.several and any(others):
+            raise UsageError(
+                "all workers must call step() of the same optimizer in the same step, and after"
+                f" {self.steps} steps they did not"
+            )
 
     def _update(self, mean: Gradient) -> None:
         """Step with the mean and the hyperparameters of its own step; leave the rest as it was."""
         flat, optimizer = self.replica.flat, self.replica.optimizer
         grads, own = [span.parameter.grad for span in flat.spans], read_hyperparameters(optimizer)
-        views = flat.views(mean.vector)
-        for span, view, present in zip(flat.spans, views, mean.present, strict=True):
-            span.parameter.grad = view if present else None
+        flat.set_gradients(mean.vector, mean.present)
         write_hyperparameters(optimizer, self._hyperparameters)
         self.local_update(mean)  # x_{t+1} = optimizer(x_t, mean)
         write_hyperparameters(optimizer, own)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.common.options import at_least
-from paceline.errors import PeerLost
+from paceline.errors import PeerLost, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.toolbox.guard import norm
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.comm.comm import Comm
     from paceline.model.gradient import Gradient
+    from paceline.model.part import Part
 
 ODD, BEHIND = 1, 2
 """Flags of an all-reduce: a worker lacks a gradient or found a bad one; a worker has no data left
@@ -93,11 +94,32 @@ class Lockstep(Strategy):
         self._someone_behind = bool(total.flags & BEHIND)
         return total.weight, bool(total.flags & ODD)
 
+    def agree_on_part(self, part: Part | None) -> Part | None:
+        """Of several optimizers, the one that all workers step now; refuse more than one.
+
+        A worker that has come to its end gives None, and gets it when all have.
+        """
+        parts = self.replica.parts
+        if len(parts) == 1:
+            return parts[0]
+        told = self.replica.flat.x.new_zeros(len(parts))
+        if part is not None:
+            told[part.number] = 1
+        total, _ = self.reduce(told, int(part is not None))
+        stepped = [number for number, workers in enumerate(told.tolist()) if workers]
+        if total and len(stepped) > 1:
+            counts = " and ".join(f"{round(told[n].item())} that of optimizer {n}" for n in stepped)
+            raise UsageError(
+                "all workers must call step() of the same optimizer in the same step, got"
+                f" {counts} after {self.steps} steps"
+            )
+        return parts[stepped[0]] if total else None
+
     def average_models(self, x: Tensor, weight: int, dropped: bool) -> bool:
         """Make ``x`` the mean over the workers; return whether anybody contributed."""
-        v = x if weight else x.new_zeros(x.shape)
+        v = x.new_zeros(x.shape) if dropped or self._behind else x
         whole, anyone_dropped = self.weigh(v, weight, dropped)
-        if whole:
+        if whole and v is not x:
             x.copy_(v)
         return whole > 0 or anyone_dropped
 

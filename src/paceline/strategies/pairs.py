@@ -17,7 +17,7 @@ from paceline.comm.ports import Lost
 from paceline.common.seeds import stream
 from paceline.errors import PeersGone
 from paceline.strategies.base import Strategy
-from paceline.strategies.toolbox.guard import ABSURD, is_sound, norms
+from paceline.strategies.toolbox.guard import ABSURD, distance, is_sound, norm, norms
 from paceline.strategies.toolbox.topology import Topology, neighbours
 
 if TYPE_CHECKING:
@@ -129,21 +129,22 @@ class PairStrategy(Strategy):
             self.guard.set_aside(self.comm.rank, "model", why)
         counts = trained and self.comm.rank not in self.guard.aside
 
-        def mean(workers: Comm) -> Tensor:
+        def mean(workers: Comm) -> None:
             if workers.size == 1:
-                return self.answer(x)
-            total = x.clone()
-            workers.all_reduce(total, int(counts), lambda count: 1 / count)
-            return total
+                x.copy_(self.answer(x))
+            else:  # when a worker is lost on the way, ``x`` is as it was
+                workers.all_reduce(x, int(counts), lambda count: 1 / count)
 
-        x.copy_(self.among_live(mean))
+        self.among_live(mean)
 
-    def trusts(self, peer: int, move: Tensor, model: Tensor, x: Tensor) -> bool:
-        """Whether the ``move`` to or from a peer's ``model`` may be made.
+    def trusts(self, peer: int, move: Tensor | None, model: Tensor, x: Tensor) -> bool:
+        """Whether the ``move`` to or from a peer's ``model`` may be made; None: the way to it.
 
         When it is this worker's own model that is broken, that of the peer takes its place.
         """
-        size, own = norms(move, x)
+        if move is None and x.is_cuda:
+            move = model - x  # there, both norms arrive together
+        size, own = norms(move, x) if move is not None else (distance(model, x), norm(x))
         if size <= _rounding(x, own) and peer not in self.guard.aside:
             return True  # as good as equal, which tells nothing of what moves are usual
         if size < ABSURD or is_sound(x):

@@ -102,7 +102,7 @@ class SASGD(Periodic):
         if self.global_lr is not None:
             positive("global_lr", self.global_lr)
         self.lrs = self.base_lrs = list[float]()
-        self.lr_changed = False
+        self.lr_changed = self._regrouped = False
         self.reference: Tensor | None = None
         self.gradients: Tensor | None = None
 
@@ -125,6 +125,15 @@ class SASGD(Periodic):
             self.gradients = x.new_zeros(x.shape)
         if self.equal_rates:
             self.reference = x.clone()
+
+    @property
+    def fixed_groups(self) -> str:  # type: ignore[override]  # a class attribute elsewhere
+        why = "SASGD with global_lr moves all workers by the rates of the groups at the start"
+        return why if self.global_lr is not None else ""
+
+    def regrouped(self) -> None:
+        """Go over to the mean of the models: others may have other groups."""
+        self._regrouped = True
 
     def local_step(self, x: Tensor, g: Gradient) -> None:
         lrs = self.replica.lrs()
@@ -149,7 +158,8 @@ class SASGD(Periodic):
         Also when the guard dropped a contribution: the other form tells that apart from a worker
         at its end.
         """
-        whole, odd = self.weigh(gs, weight, self.lr_changed or dropped, mean=False)  # gs <- sum gs
+        odd = self.lr_changed or dropped or self._regrouped
+        whole, odd = self.weigh(gs, weight, odd, mean=False)  # gs <- sum gs
         if odd:
             self.gradients = None
         elif whole:

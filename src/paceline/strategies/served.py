@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.common.options import at_least, at_most
 from paceline.errors import PeerLost, PeersGone
+from paceline.model.gradient import Gradient
 from paceline.model.hyperparameters import read_hyperparameters
 from paceline.strategies.base import SERVER, WORKER, Role, Strategy
 from paceline.strategies.service import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.comm.comm import Comm
-    from paceline.model.gradient import Gradient
     from paceline.strategies.server import Server
 
 ServerOptimizer = Literal["user", "sgd", "momentum", "adagrad"]
@@ -176,8 +176,16 @@ class ServerStrategy(RoleStrategy):
         return self.replica.flat.x[self.parts[server - self.workers]]
 
     def hyperparameters(self) -> tuple[float, ...]:
-        """The numbers of this worker's optimizer that go with a request."""
-        return tuple(read_hyperparameters(self.replica.optimizer))
+        """The numbers of this worker's optimizer that go with a request.
+
+        Those of groups that it got in mid-run do not: servers do not know these.
+        """
+        return tuple(read_hyperparameters(self.replica.optimizer)[: self._settings])
+
+    @cached_property
+    def _settings(self) -> int:
+        """How many numbers the optimizer had at the start."""
+        return len(read_hyperparameters(self.replica.optimizer))
 
     @cached_property
     def request_numbers(self) -> int:
@@ -268,7 +276,8 @@ class PushStrategy(ServerStrategy):
 
     Attributes:
         pending: the gradients that are still to be pushed.
-        given: in how many of them each parameter has one.
+        given: in how many of them each parameter has one; and of several optimizers, how many are
+            those of each.
         accrued: their sum.
     """
 
@@ -284,22 +293,46 @@ class PushStrategy(ServerStrategy):
         self.accrued: Tensor | None = None
 
     @cached_property
-    def coupled(self) -> bool:
-        """Whether weight decay is in the gradients."""
-        return self.server_optimizer != "user" or self.replica.decay_is_coupled()
+    def coupled(self) -> list[bool]:
+        """Of each optimizer, whether weight decay is in its gradients."""
+        optimizers = self.replica.optimizers
+        user = self.server_optimizer == "user"
+        return self.replica.decay_is_coupled() if user else [True] * len(optimizers)
+
+    @property
+    def fixed_groups(self) -> str:  # type: ignore[override]  # a class attribute elsewhere
+        name = type(self).__name__
+        why = f"the servers of {name} step with the parameter groups that they knew at the start"
+        return why if self.uses_gradient else ""
 
     @property
     def adapts(self) -> bool:
         """Whether the servers' steps are other than along the gradient."""
-        own = type(self.replica.optimizer).__name__ != "SGD"
+        own = any(type(each).__name__ != "SGD" for each in self.replica.optimizers)
         return self.server_optimizer == "adagrad" or (self.server_optimizer == "user" and own)
 
     def hyperparameters(self) -> tuple[float, ...]:
         own = super().hyperparameters()
-        if self.coupled or not self.uses_gradient:
+        if not self.uses_gradient:
             return own
-        given = self.given or [0] * len(self.replica.flat.spans)
+        given = self.given or [0] * len(self._given_in(Gradient()))
         return *own, *(count / max(1, self.pending) for count in given)
+
+    def _given_in(self, g: Gradient) -> list[bool]:
+        """What :attr:`given` counts of one gradient."""
+        spans, parts = self.replica.flat.spans, self.replica.parts
+        present = [] if all(self.coupled) else g.present or [False] * len(spans)
+        stepped = [part is g.part for part in parts] if self.replica.several else []
+        return [*present, *stepped]
+
+    def mean(self, total: Tensor) -> Tensor:
+        """The mean of the gradients that were added up; of each optimizer, of its own."""
+        if not self.replica.several:
+            return total / self.pending
+        mean, parts = total.clone(), self.replica.parts
+        for part, count in zip(parts, self.given[-len(parts) :], strict=True):
+            mean[part.place].div_(max(1, count))
+        return mean
 
     def accrue(self, g: Gradient, local_move: bool) -> None:
         """Add a gradient to those that are still to be pushed, if it is usable."""
@@ -314,12 +347,10 @@ class PushStrategy(ServerStrategy):
 
     def prepared(self, g: Gradient) -> Tensor:
         """A gradient as it is pushed: clipped, and with its weight decay."""
-        g = self.replica.clip(g)
-        if self.coupled:
-            return self.replica.decayed(g)
-        before = self.given or [0] * len(g.present)
-        self.given = [count + has for count, has in zip(before, g.present, strict=True)]
-        return g.vector
+        g, now = self.replica.clip(g), self._given_in(g)
+        before = self.given or [0] * len(now)
+        self.given = [count + has for count, has in zip(before, now, strict=True)]
+        return self.replica.decayed(g) if self.coupled[g.part.number] else g.vector
 
     def pushed(self) -> None:
         """Clear what was pushed."""

@@ -120,7 +120,7 @@ class ShardServer(Server):
     def __init__(self, method: ServerStrategy) -> None:
         super().__init__(method)
         self.comm.clock.mark_as_server()
-        self.shard = method.vector_at(self.comm.rank).clone()
+        self.shard = method.vector_at(self.comm.rank)  # no model is trained on this rank
         self.version = 0
         self.done = [0] * method.workers
         first = method.first_workers()
@@ -141,6 +141,10 @@ class ShardServer(Server):
     def size_of(self, vector: Tensor) -> float:
         """The norm of the change that the vector of a request would make, for the guard."""
         return norm(vector)
+
+    def kind_of(self, request: Request) -> str:
+        """What the guard knows the vector of a request as."""
+        return "update"
 
     # What a method uses --------------------------------------------------------------------------
 
@@ -201,7 +205,8 @@ class ShardServer(Server):
     def _judged(self, worker: int, request: Request, vector: Tensor) -> Request:
         """The request; with nothing to apply, if the guard drops its vector."""
         guard = self.method.guard
-        if not request.batches or guard.admits(self.size_of(vector), worker, "update"):
+        what = self.kind_of(request)
+        if not request.batches or guard.admits(self.size_of(vector), worker, what):
             return request
         self._dropped_from.add(worker)
         return request._replace(batches=0)
@@ -257,11 +262,23 @@ class GradientServer(ShardServer):
         part, kind = method.parts[self.comm.rank - method.workers], method.server_optimizer
         self.optimizer = ShardOptimizer(self.shard, part, method.replica, kind, method.coupled)
 
-    def step(self, request: Request, gradient: Tensor, times: float = 1) -> None:
-        """Step with the vector of a request, if it has one; it counts for ``times`` gradients."""
+    def step(self, request: Request, gradient: Tensor, times: float | None = 1) -> None:
+        """Step with the vector of a request, if it has one.
+
+        It counts for ``times`` gradients; None: it is a mean.
+        """
         if request.batches:
             self.optimizer.step(gradient, request.hyperparameters, times)
             self.updated(request)
+
+    def kind_of(self, request: Request) -> str:
+        """Updates of several optimizers may be of very different sizes."""
+        parts = self.method.replica.parts
+        if len(parts) == 1:
+            return super().kind_of(request)
+        shares = request.hyperparameters[-len(parts) :]
+        stepped = [str(part.number) for part, share in zip(parts, shares, strict=True) if share]
+        return f"update of optimizer {', '.join(stepped)}"
 
     def updated(self, request: Request) -> None:
         super().updated(request)
@@ -276,8 +293,8 @@ class GradientServer(ShardServer):
         return {"buffers_behind": self.version % SAVED_EVERY}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "optimizer": self.optimizer.optimizer.state_dict()}
+        return {**super().state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])

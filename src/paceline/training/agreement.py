@@ -15,6 +15,7 @@ from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline._version import __version__
 from paceline.comm.comm import Comm
@@ -30,12 +31,11 @@ def facts_of(model: nn.Module, replica: Replica, strategy: Strategy, seed: int) 
     """The facts that must be the same on every rank, one line each."""
     trained = {id(span.parameter) for span in replica.flat.spans}
     others = chain(model.named_parameters(), model.named_buffers())
-    groups = len(replica.optimizer.param_groups)
     return [
         f"paceline {__version__}",
         f"seed {seed}",
         f"strategy {_describe_strategy(strategy)}",
-        f"optimizer {type(replica.optimizer).__name__} with {groups} parameter groups",
+        *map(_describe_optimizer, replica.optimizers),
         *(_layout(f"parameter {span.name}", span.parameter) for span in replica.flat.spans),
         *(_layout(f"fixed {name}", tensor) for name, tensor in others if id(tensor) not in trained),
     ]
@@ -47,6 +47,12 @@ def _describe_strategy(strategy: Strategy) -> str:
     options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     texts = [f"{name}={value!r}" for name, value in options.items() if isinstance(value, plain)]
     return f"{type(strategy).__name__}({', '.join(texts)})"
+
+
+def _describe_optimizer(optimizer: Optimizer) -> str:
+    return (
+        f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
+    )
 
 
 def _layout(what: str, tensor: Tensor) -> str:

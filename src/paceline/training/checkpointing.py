@@ -62,18 +62,22 @@ class CallAgreement:
     Attributes:
         rendezvous: where all ranks meet.
         answered: the number of the last call that this rank has answered.
+        looked_at: the steps after which it last looked whether a checkpoint is due. There may be
+            several steps to a batch, and none is due between them.
     """
 
     def __init__(self, plan: Plan, session: Session) -> None:
         assert session.ports.rendezvous is not None  # the launcher refuses checkpoints elsewhere
         self._plan, self._session, self._roll = plan, session, session.ports.members
+        self.looked_at = session.running.steps
         self._everyone = range(session.ports.size)
         self.rendezvous = session.ports.rendezvous
         self.answered = self.rendezvous.last_call().number  # a late joiner was not called
 
     def is_regular(self, steps: int) -> bool:
-        """Whether one is due after each so many steps, and now."""
-        return self._plan.steps is not None and steps % self._plan.steps == 0
+        """Whether one is due after each so many steps, and now, or since it was last looked at."""
+        every = self._plan.steps
+        return every is not None and steps // every > self.looked_at // every
 
     def call(self, steps: int, due: bool, stop: bool) -> bool:
         """Of the first worker: call the others, unless a server or communicator is missing."""
@@ -213,6 +217,7 @@ class CheckpointParticipant:
         if self._session.leads and self.agreement.call(steps, due, self._stop_asked):
             self._made_s = now_s
         call = self.agreement.after_step(steps)
+        self.agreement.looked_at = steps
         if call is not None:
             self._save(call)
 
@@ -297,6 +302,7 @@ class CheckpointParticipant:
         session.recorder.load_state(state["transport"])
         self._stepper.load_state(state["pace"])
         self._made_s, self.agreement.answered = self._clock.now(), state["answered"]
+        self.agreement.looked_at = self._stepper.steps
         if session.rank < session.size:
             session.show_again(state)
             session.catching.begin(session.fitted(state), self._after_checkpoint)
@@ -314,7 +320,8 @@ class CheckpointParticipant:
 
     def _after_checkpoint(self) -> None:
         if not self._stepper.alone:
-            self._session.strategy.after_checkpoint(self._stepper.replica.flat.x)
+            with self._stepper.replica.flat.lent() as x:
+                self._session.strategy.after_checkpoint(x)
 
 
 def _members(call: Call) -> list[int]:

@@ -119,6 +119,7 @@ class Growth:
         session.strategy.load_state_dict(state["strategy"])
         if session.checkpointing is not None:
             session.checkpointing.agreement.answered = state["answered"]
+            session.checkpointing.agreement.looked_at = state["steps"]
         session.catching.begin(state, self._arrive)
 
     def _arrive(self) -> None:
@@ -126,7 +127,8 @@ class Growth:
         session = self._session
         session.buffers.take_fixed()
         session.buffers.adopt()
-        session.strategy.join(session.running.replica.flat.x)
+        with session.running.replica.flat.lent() as x:
+            session.strategy.join(x)
         session.strategy.grown()
         session.tell("joined")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,15 +34,22 @@ class Loads:
     servers, on peers or in its own state, and would continue from them.
 
     Args:
-        model: the user's model.
+        model: the user's model; of several, a list of them.
+        models: the user's models, each by itself.
         stepper: the stepper that trains it.
         settle: completes what the last step deferred, before parameters are read or overwritten.
     """
 
-    def __init__(self, model: nn.Module, stepper: Stepper, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        models: Sequence[nn.Module],
+        stepper: Stepper,
+        settle: Callable[[], None],
+    ) -> None:
         self._model, self._stepper, self._settle = model, stepper, settle
         self._former: list[Tensor] | None = None
-        self._times = 0
+        self._times = dict.fromkeys(models, 0)
         self._ignored = False
         hook = Hook(self._about_to_load)
         self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in model.modules()]
@@ -63,29 +70,36 @@ class Loads:
             )
         self._settle()
         if self._former is None:
-            self._former, self._times = self._read(), 0
-        self._times += module is self._model
+            self._former, self._times = self._read(), dict.fromkeys(self._times, 0)
+        if module in self._times:
+            self._times[module] += 1
 
     def _read(self) -> list[Tensor]:
-        return [tensor.clone() for tensor in self._tensors()]
+        with self._tensors() as tensors:
+            return [tensor.clone() for tensor in tensors]
 
-    def _tensors(self) -> list[Tensor]:
-        return [self._stepper.replica.flat.x, *(b.detach() for b in self._model.buffers())]
+    @contextmanager
+    def _tensors(self) -> Iterator[list[Tensor]]:
+        with self._stepper.replica.flat.lent() as x:
+            yield [x, *(buffer.detach() for buffer in self._model.buffers())]
 
-    def _write(self, tensors: list[Tensor]) -> None:
-        for tensor, value in zip(self._tensors(), tensors, strict=True):
-            tensor.copy_(value)
+    def _write(self, values: list[Tensor]) -> None:
+        with self._tensors() as tensors:
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
     @property
     def _is_restored(self) -> bool:
         """Whether the parameters are the same as before the first load."""
         assert self._former is not None
-        return bool((self._former[0] == self._stepper.replica.flat.x).all())
+        with self._stepper.replica.flat.lent() as x:
+            return bool((self._former[0] == x).all())
 
     @property
     def has_answer(self) -> bool:
         """Whether the user loaded the answer, and not other weights and then the former ones."""
-        return self._former is not None and not (self._times > 1 and self._is_restored)
+        twice = max(self._times.values()) > 1
+        return self._former is not None and not (twice and self._is_restored)
 
     def check_step(self) -> None:
         """Refuse a step from weights that the method does not know."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.errors import UsageError
+from paceline.model.part import WHOLE, Part
 from paceline.training.stepper import Stepper
 
 
@@ -22,12 +22,13 @@ class PacedOptimizer(Optimizer):
 
     inner: Optimizer
     _stepper: Stepper
+    _part: Part
     _step_supports_amp_scaling = True
     """A scaler passes on what it found instead of skipping a step, so that ranks can agree."""
 
-    def __init__(self, inner: Optimizer, stepper: Stepper) -> None:
+    def __init__(self, inner: Optimizer, stepper: Stepper, part: Part = WHOLE) -> None:
         # Optimizer.__init__ would copy the groups; __setstate__ only makes the hooks.
-        super().__setstate__({"inner": inner, "_stepper": stepper})
+        super().__setstate__({"inner": inner, "_stepper": stepper, "_part": part})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch: an attribute
@@ -45,12 +46,15 @@ class PacedOptimizer(Optimizer):
         return self.inner.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of the strategy; a ``closure`` is evaluated once, before it."""
+        """Make one step of the strategy; a ``closure`` is evaluated once, before it.
+
+        Of several optimizers, the step is for the parameters of this one.
+        """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return self._step_with_hooks(closure)
         if closure is not None:
             return self._step(closure)
-        return self._stepper.step(self._take_overflow())
+        return self._stepper.step(self._take_overflow(), self._part)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it as it has the inner one's
 
@@ -59,7 +63,7 @@ class PacedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._stepper.step(self._take_overflow())
+        self._stepper.step(self._take_overflow(), self._part)
         return loss
 
     _step_with_hooks = Optimizer.profile_hook_step(_step)
@@ -69,8 +73,11 @@ class PacedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters are laid out once, at ``worker.setup``."""
-        raise UsageError("add_param_group must be called before worker.setup")
+        """Train more parameters, of those that ``worker.setup`` was given ``with_frozen=True``.
+
+        With a synchronous method, in the same step on all workers.
+        """
+        self._stepper.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict."""
@@ -79,6 +86,10 @@ class PacedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state."""
         self.inner.load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are plain optimizers, which no run knows of."""
+        return _itself, (self.inner,)
 
     def __repr__(self) -> str:
         return f"Paced{self.inner!r}"
@@ -95,3 +106,8 @@ class PacedOptimizer(Optimizer):
                 if grad is not None:
                     grad.div_(scale)
         return bool(getattr(self, "found_inf", False))
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    """What a copy of a paced optimizer is made by: its argument has been copied by then."""
+    return optimizer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,17 +20,21 @@ _SCALING = ("grad_scale", "found_inf")
 
 
 @contextmanager
-def paced_steps(worker: Worker, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def paced_steps(
+    worker: Worker, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
     """Inside, each ``optimizer.step()`` is a step of the method; at the end, finish the worker.
 
     A hook makes the step of the method, which calls the optimizer as it needs to. What is left of
     the call then goes to a copy of the optimizer that has no parameters.
     """
-    _, paced = worker.setup(model, optimizer)
-    idle = object.__new__(type(optimizer))
-    vars(idle).update({**vars(optimizer), **_hooks(), "param_groups": []})
+    _, given = worker.setup([*models], [*optimizers])
+    pairs = zip(optimizers, given, strict=True)
+    stand_ins = {id(optimizer): (paced, _idle(optimizer)) for optimizer, paced in pairs}
 
     def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        optimizer = args[0]
+        paced, idle = stand_ins[id(optimizer)]
         closure = args[1] if len(args) == 2 else kwargs.get("closure")
         if len(args) > 2 or not set(kwargs) <= {"closure"}:
             raise UsageError("optimizer.step() takes a closure, and nothing else, inside pl.paced")
@@ -39,11 +43,25 @@ def paced_steps(worker: Worker, model: nn.Module, optimizer: Optimizer) -> Itera
         return (idle,), {} if closure is None else {"closure": lambda: loss}
 
     worker.redirect_steps(step)
-    scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as in PacedOptimizer
-    yield
-    worker.finish()
-    optimizer._step_supports_amp_scaling = scaled  # type: ignore[attr-defined]
+    with ExitStack() as undo:
+        for optimizer in optimizers:
+            undo.callback(_support_scaling(optimizer))
+        yield
+        worker.finish()
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """A copy of an optimizer that has no parameters and no hooks."""
+    idle = object.__new__(type(optimizer))
+    vars(idle).update({**vars(optimizer), **_hooks(), "param_groups": []})
+    return idle
+
+
+def _support_scaling(optimizer: Any) -> Callable[[], None]:
+    """Have gradient scalers treat an optimizer as a PacedOptimizer; returns what undoes that."""
+    before = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer._step_supports_amp_scaling = True
+    return lambda: setattr(optimizer, "_step_supports_amp_scaling", before)
 
 
 def _hooks() -> dict[str, Any]:

@@ -7,6 +7,7 @@ Workers compare their rates now and then without waiting, and once more at the e
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 
@@ -14,6 +15,7 @@ import torch
 
 from paceline.comm.comm import Comm
 from paceline.errors import UsageError
+from paceline.model.flat import NO_GROUP
 from paceline.model.replica import Replica
 from paceline.strategies.base import Strategy
 
@@ -34,6 +36,7 @@ class Rates:
     def __init__(self, strategy: Strategy, replica: Replica) -> None:
         self._strategy, self._replica = strategy, replica
         self._step = 0
+        self._most = len(replica.lrs()) + sum(s.group == NO_GROUP for s in replica.flat.spans)
         self._changes = deque[tuple[int, list[float]]](maxlen=REMEMBERED)
 
     def after_step(self, step: int) -> None:
@@ -52,13 +55,15 @@ class Rates:
 
     def _compare(self) -> None:
         comm = self._strategy.comm.group(metered=False)
-        own = [float(self._step), *(self._at(self._step) or ())]
+        rates = self._at(self._step) or []
+        own = [float(self._step), *rates, *[math.nan] * (self._most - len(rates))]
         comm.board.publish(torch.tensor(own, dtype=torch.float64))
         others = [rank for rank in comm.members.alive() if rank < self._strategy.workers]
         neighbor = next((rank for rank in others if rank > comm.rank), others[0])
         if neighbor == comm.rank or (published := comm.board.peek(neighbor)) is None:
             return
-        step, *theirs = published[1].tolist()
+        step, *padded = published[1].tolist()
+        theirs = [rate for rate in padded if not math.isnan(rate)]
         ours = self._at(round(step))
         if ours is not None and ours != theirs:
             difference = _difference(round(step), {comm.rank: ours, neighbor: theirs})
@@ -82,12 +87,12 @@ class Rates:
         steps[own] = self._step
         workers.all_reduce(steps)
         step = round(min((step for step in steps.tolist() if step), default=0))
-        table = torch.zeros(count, 1 + len(self._replica.lrs()), dtype=torch.float64)
+        table = torch.zeros(count, 1 + self._most, dtype=torch.float64)
         if (lrs := self._at(step)) is not None:
-            table[own] = torch.tensor([1.0, *lrs], dtype=torch.float64)
+            table[own, : 1 + len(lrs)] = torch.tensor([len(lrs), *lrs], dtype=torch.float64)
         workers.all_reduce(table)
         known = [(rank, row) for rank, row in enumerate(table.tolist()) if row[0]]
-        return step, {rank: lrs for rank, (_, *lrs) in known}
+        return step, {rank: lrs[: round(groups)] for rank, (groups, *lrs) in known}
 
     @property
     def _advice(self) -> str:
@@ -103,6 +108,11 @@ def _difference(step: int, rates: dict[int, list[float]]) -> str:
     """A message that names two ranks with unequal rates in a step, and their rates."""
     first, *others = rates
     other = next(rank for rank in others if rates[rank] != rates[first])
+    if len(rates[first]) != len(rates[other]):
+        return (
+            f"in step {step} the optimizer has {len(rates[first])} parameter groups on rank {first}"
+            f" and {len(rates[other])} on rank {other}"
+        )
     pairs = enumerate(zip(rates[first], rates[other], strict=True))
     group, (one, two) = next((group, pair) for group, pair in pairs if pair[0] != pair[1])
     where = f" of parameter group {group}" if len(rates[first]) > 1 else ""

@@ -27,6 +27,9 @@ from paceline.errors import (
     Untrained,
     UsageError,
 )
+from paceline.model.checks import check_sync_batchnorm, check_unwrapped
+from paceline.model.flat import Flat
+from paceline.model.joined import Joined
 from paceline.model.replica import Replica
 from paceline.record.result import Metric, OnMetric
 from paceline.sim.batching.enrollment import Enrollment
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from paceline.sim.compute import Costs
 
 T = TypeVar("T")
+PIECE = 1 << 22
+"""How many numbers of the model are compared at a time, at the end."""
 PROGRESS_S = 0.25
 """The shortest time between two progress reports of a worker."""
 
@@ -98,6 +103,8 @@ class Session(RankListener):
         catching: how this worker comes to a state that it did not reach by training.
         growth: how a synchronous method takes workers in; None where it does not.
         shares: of a global batch, where they follow the speeds of the workers; None elsewhere.
+        model: the user's; of several models, a list of them.
+        models: the user's, each by itself.
         may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
@@ -144,6 +151,7 @@ class Session(RankListener):
         self._own_batches = 0
         self.stepper: Stepper | None = None
         self.model: nn.Module | None = None
+        self.models: Sequence[nn.Module] = ()
         self.loaders: dict[int, PacedLoader] = {}
         self.pending = PendingBatches(ports.queue.mark_used, self._forget)
         self.positions: dict[int, Position] = {}
@@ -160,17 +168,25 @@ class Session(RankListener):
 
     # Beginning -----------------------------------------------------------------------------------
 
-    def begin(self, model: nn.Module, optimizer: Optimizer) -> PacedOptimizer:
-        """Tie a model and its optimizer to the run; a rank that is no worker serves, and ends."""
+    def begin(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], with_frozen: bool
+    ) -> list[PacedOptimizer]:
+        """Tie models and optimizers to the run; a rank that is no worker serves, and ends."""
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        optimizer = optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
+        check_unwrapped(model)
         model.to(self.device)
         alone = self.ports.size == 1  # then this is the plain optimizer, bit for bit
-        replica = Replica(model, optimizer, self.ports.collectives.allocate, aligned=alone)
+        if not alone:
+            check_sync_batchnorm(model, self.strategy.synchronous and self.size == self.ports.size)
+        allocate = self.ports.collectives.allocate
+        replica = Replica(model, optimizer, allocate, aligned=alone, with_frozen=with_frozen)
         flat = replica.flat
         self.recorder.scale = self.clock.set_model_size(flat.x.nbytes, len(flat.spans))
         stepper = Stepper(self, replica, alone)
-        self.stepper, self.model = stepper, model
+        self.stepper, self.model, self.models = stepper, model, models
         self.buffers = SharedBuffers(model, replica, self)
-        self.loads = Loads(model, stepper, self.settle)
+        self.loads = Loads(model, models, stepper, self.settle)
         self.strategy.bind(self.all_ranks, replica, self.size, self.seed, self)
         if self.checkpointing is not None:
             self.checkpointing.bind(self)
@@ -189,9 +205,15 @@ class Session(RankListener):
             self._serve(stepper)
         if self._enroll is not None:
             spans = [(span.parameter, span.start) for span in flat.spans]
-            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook))
+            why_not = "worker.setup was given several models" if len(models) > 1 else None
+            why_not = "worker.setup was given with_frozen" if with_frozen else why_not
+            why_not = "the parameters have several dtypes" if flat.apart else why_not
+            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook, why_not))
         self.clock.switch_in()
-        return PacedOptimizer(optimizer, stepper)
+        if not alone and self.strategy.uses_gradient:
+            replica.gather_early(lambda: stepper.strategy.uses_gradient)
+        pairs = zip(optimizers, replica.parts, strict=True)
+        return [PacedOptimizer(each, stepper, part) for each, part in pairs]
 
     @property
     def _resuming(self) -> CheckpointParticipant | None:
@@ -209,13 +231,17 @@ class Session(RankListener):
         """Resume from a checkpoint, in place of a start."""
         if self.ports.size > 1:
             with self.recorder.paused(), self.ports.uncharged():
-                self.strategy.setup(x)
+                self._set_up()
         checkpointing.resume()
+
+    def _set_up(self) -> None:
+        with self._flat.lent() as x:
+            self.strategy.setup(x)
 
     def _start(self, x: Tensor) -> None:
         if not self.late:
             self.buffers.show_first()
-            self.strategy.setup(x)
+            self._set_up()
             if self.rank < self.size:
                 self.buffers.take_first()
         elif self.rank < self.size:
@@ -238,7 +264,8 @@ class Session(RankListener):
         others, members = {*range(self.size)} - {self.rank}, self.all_ranks.members
         while True:
             try:
-                return join(x)
+                with self._flat.lent():
+                    return join(x)
             except (PeersGone, PeerLost) as error:
                 if not others.isdisjoint(members.alive()):
                     raise error from None
@@ -438,9 +465,9 @@ class Session(RankListener):
 
     def _finish_together(self, stepper: Stepper) -> bool:
         """End with the other workers; return whether any of them made a step, or may have."""
-        x = stepper.replica.flat.x
-        before = x.clone()
-        stepper.keep_up(lambda: self.strategy.finish(x), again=True)
+        with self._flat.lent() as x:
+            before = x.clone()
+        stepper.keep_up(self._finish_strategy, again=True)
         self.unseen_batches = sum(loader.unseen() for loader in self.loaders.values())
         if self.buffers.rest.averaged:
             stepper.keep_up(self.buffers.average, again=True)
@@ -449,6 +476,10 @@ class Session(RankListener):
             with suppress(CommTimeout):
                 stepper.keep_up(stepper.rates.at_end, again=True)
         return measured is not False
+
+    def _finish_strategy(self) -> None:
+        with self._flat.lent() as x:
+            self.strategy.finish(x)
 
     def _measure(self, x: Tensor, steps: int) -> bool | None:
         """Measure how far the workers are apart, and whether any of them made a step.
@@ -460,8 +491,7 @@ class Session(RankListener):
             measured = self.strategy.among_live(partial(_spread, x, steps), measuring=True)
         except CommTimeout:
             return None
-        mean, square, all_steps, count = measured
-        norm = float(mean.double().norm())
+        norm, square, all_steps, count = measured
         distance = math.sqrt(square / count) / norm if norm else 0.0
         self.consensus = distance if math.isfinite(distance) else None
         return None if count == 1 else all_steps > 0
@@ -486,7 +516,16 @@ class Session(RankListener):
             "collectives_done": self.all_ranks.collectives_done,
             "incarnations": dict(self.who_divides()),
             **({} if self.shares is None else {"shares": self.shares.state()}),
+            **self._unused_gradients(),
+            **({"trained": self._flat.trained()} if self._flat.with_frozen else {}),
         }
+
+    def _unused_gradients(self) -> dict[str, Any]:
+        """Between the steps of several optimizers: what one backward has left for the next one."""
+        freshness = self.running.freshness
+        if freshness is None or any(loader.under_way for loader in self.loaders.values()):
+            return {}
+        return {"gradients": freshness.unused()}
 
     def who_divides(self) -> tuple[tuple[int, int], ...]:
         """The workers that divide the data of loaders, as far as all know, and their incarnations.
@@ -532,13 +571,39 @@ class Session(RankListener):
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Restore the user's objects to what :meth:`own_state` returned."""
         replica = self.running.replica
+        self._check_trained(state)
         self._load_model(state)
         replica.optimizer.load_state_dict(state["optimizer"])
         replica.optimizer.zero_grad()
+        if self.running.freshness is not None:
+            self.running.freshness.restore(state.get("gradients", {}))
         for name, thing in self.tracked.items():
             if name not in state["tracked"]:
                 raise UsageError(f"the checkpoint has no {name} that worker.track was given")
             thing.load_state_dict(state["tracked"][name])
+
+    @property
+    def _flat(self) -> Flat:
+        return self.running.replica.flat
+
+    def _check_trained(self, state: dict[str, Any]) -> None:
+        """Refuse a state in which other parameters were trained than here."""
+        if not self._flat.with_frozen:
+            return
+        names = [span.name for span in self._flat.spans]
+        pairs = zip(names, self._flat.trained(), state.get("trained", ()), strict=False)
+        differs = [(name, here) for name, here, there in pairs if here != there]
+        groups = len(self.running.replica.optimizer.param_groups)
+        if not differs and groups == len(state["optimizer"].get("param_groups", range(groups))):
+            return
+        found = "the number of parameter groups differs"
+        if differs:
+            name, here = differs[0]
+            found = f"parameter {name} is {'trained' if here else 'frozen'} here, and not there"
+        raise UsageError(
+            f"the loop has come to another state than was saved: {found}. What it unfreezes must"
+            " follow from the epoch, or from worker.steps, and from no counter of its own"
+        )
 
     def _load_model(self, state: dict[str, Any]) -> None:
         assert self.model is not None
@@ -624,11 +689,16 @@ class Session(RankListener):
         self.listener.event({"t": self.clock.now(), "event": event, "rank": self.rank, **facts})
 
 
-def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[Tensor, float, float, int]:
-    """The mean of all ``x``; the sums of squared distances to it and of steps; their number."""
-    mean = x.clone()
-    mean /= workers.all_reduce(mean).weight
-    sums = torch.tensor([float((x - mean).double().square().sum()), steps], dtype=torch.float64)
+def _spread(x: Tensor, steps: int, workers: Comm) -> tuple[float, float, float, int]:
+    """The norm of the mean of all ``x``; the sums of squared distances to it and of steps; the
+    number of workers. A large ``x`` is looked at piece by piece."""
+    norms, square = [], 0.0
+    for part in x.split(PIECE):
+        mean = part.clone()
+        mean /= workers.all_reduce(mean).weight
+        norms.append(float(mean.double().norm()))
+        square += float((part - mean).double().square().sum())
+    sums = torch.tensor([square, steps], dtype=torch.float64)
     count = workers.all_reduce(sums).weight
-    square, all_steps = sums.tolist()
-    return mean, square, all_steps, count
+    squares, all_steps = sums.tolist()
+    return math.hypot(*norms), squares, all_steps, count

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.errors import LeftBehind, Outlived, UsageError
 from paceline.model.gradient import Gradient
+from paceline.model.part import WHOLE, Part
 from paceline.model.replica import Replica
 from paceline.record.history import History
 from paceline.strategies.toolbox.device_guard import WHAT, DeviceGuard
 from paceline.strategies.toolbox.guard import glance, is_sound, norm
+from paceline.training.freshness import Freshness
 from paceline.training.rates import Rates
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.training.session import Session
 
 
@@ -50,6 +54,7 @@ class Stepper:
         history: its samples and bytes after each step.
         rates: its learning rates, beside those of others.
         max_norm: the norm that the next step clips its gradient to; None where it does not.
+        freshness: which gradients are new, where there are several optimizers.
         skipping: whether steps are not made: they lie before the checkpoint that the run goes on
             from.
     """
@@ -63,6 +68,7 @@ class Stepper:
         self.history = History()
         self.rates = Rates(self.strategy, replica)
         self.max_norm: float | None = None
+        self._device_guards: dict[int, DeviceGuard] = {}
         self.first: Mark | None = None
         self.warm: Mark | None = None
         self.last: Mark | None = None
@@ -70,7 +76,8 @@ class Stepper:
         self.syncing, self.skipping = True, False
         self._session, self._costs = session, session.costs
         self._clock, self._recorder = session.clock, session.recorder
-        self._drawn = self.batch_size = 0
+        self._drawn = self._weight = self.batch_size = 0
+        self.freshness = Freshness(replica) if replica.several else None
 
     def drew(self, samples: int, full_batch: int) -> None:
         """Count a batch towards the next step."""
@@ -95,8 +102,8 @@ class Stepper:
             return None
         return self._costs.foresee_s(self._session.pending.samples)
 
-    def step(self, overflow: bool) -> None:
-        """Make one step of the strategy with the gradients that are there now."""
+    def step(self, overflow: bool, part: Part = WHOLE) -> None:
+        """Make one step of the strategy with the gradients that a part has now."""
         if self.paused:
             raise UsageError(f"optimizer.step() must not be called {self.paused}")
         self._session.pending.before_step()
@@ -105,6 +112,7 @@ class Stepper:
             return
         self._session.loads.check_step()
         samples, self._drawn = self._drawn, 0
+        self._weight = samples or self._weight  # without new ones, it is the last batch again
         self.batch_size = max(self.batch_size, samples)
         shares = self._session.shares
         if shares is not None:
@@ -114,10 +122,19 @@ class Stepper:
         self.replica.flat.check()
         charged_s = None
         try:
-            charged_s = self._begin(samples)
-            self._act(samples or 1, overflow)
+            charged_s = self._begin(part)
+            g = Gradient(
+                samples=self._weight or 1, overflow=overflow, max_norm=self.max_norm, part=part
+            )
+            if part is WHOLE:
+                self._act(g)
+            else:
+                with self._only(part):
+                    self._act(g)
         except LeftBehind:
             self.come_back()
+        if self.freshness is not None:
+            self.freshness.after_step(part)
         if charged_s is None:  # it was left behind while it computed its gradient
             charged_s = self._clock.charged_s
         self.max_norm = None
@@ -138,20 +155,55 @@ class Stepper:
         self.warm = self.warm or self.last
         self._clock.switch_in()
 
-    def _begin(self, samples: int) -> float:
-        """Let the time of the gradient pass; return what has been charged by then."""
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Have the optimizer train more parameters of the model."""
+        if self.paused:
+            raise UsageError(f"add_param_group must not be called {self.paused}")
+        why = "" if self.alone else self.strategy.fixed_groups
+        if self.replica.several:
+            why = "with several optimizers, the parameters of each have their place"
+        if why:
+            raise UsageError(
+                f"add_param_group must be called before worker.setup: {why}. Give the optimizer the"
+                " frozen parameters as a group of their own, and"
+                " worker.setup(model, optimizer, with_frozen=True); then unfreeze them later"
+            )
+        self._session.settle()
+        self.replica.add_param_group(group)
+        if not self.alone:
+            self.strategy.regrouped()
+
+    def _begin(self, part: Part) -> float:
+        """Let the time of the gradient pass; return what has been charged by then.
+
+        A gradient that came with that of another step has been charged.
+        """
         self._clock.begin_step(self.steps)
-        if self._costs is not None:
-            self._clock.charge(self._costs.gradient_s(samples or self.batch_size))
+        is_new = self.freshness is None or self.freshness.is_new(part)
+        if self._costs is not None and is_new:
+            self._clock.charge(self._costs.gradient_s(self._weight or self.batch_size))
         return self._clock.charged_s
 
-    def _act(self, samples: int, overflow: bool) -> None:
-        g = Gradient(samples=samples, overflow=overflow, max_norm=self.max_norm)
+    def _only(self, part: Part) -> AbstractContextManager[None]:
+        """Inside, only this part has gradients."""
+        if self.alone or not self.syncing:
+            return nullcontext()
+        clear = self.strategy.uses_gradient and not self.strategy.by_part
+        return self.replica.flat.only(part, clear)
+
+    def _act(self, g: Gradient) -> None:
         if self.alone or not self.syncing:
             self.replica.local_update(g)
             return
-        self.strategy.settle(self.replica.flat.x)
-        self.strategy.step(self.replica.flat.x, self._judged(self._gathered(g)))
+        if self.replica.flat.apart:
+            with self.replica.flat.lent() as x:
+                self._exchange(x, g)
+        else:
+            self._exchange(self.replica.flat.x, g)
+
+    def _exchange(self, x: Tensor, g: Gradient) -> None:
+        self.strategy.settle(x)
+        self.strategy.step(x, self._judged(self._gathered(g)))
         if self.strategy.synchronous:
             self.rates.after_step(self.steps + 1)
 
@@ -161,8 +213,9 @@ class Stepper:
             return g
         flat = self.replica.flat
         self._clock.charge_gather(flat.x.nbytes)
-        gathered = flat.gather()
-        self._session.ports.collectives.expect(gathered)
+        gathered = flat.gather(g.part)
+        if not self.replica.several:
+            self._session.ports.collectives.expect(gathered)
         return replace(g, gathered=gathered, present=flat.present())
 
     def _judged(self, g: Gradient) -> Gradient:
@@ -176,22 +229,30 @@ class Stepper:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
         stays = shared is None and guard.rank not in guard.aside
-        if stays and flat.x.is_cuda and not flat.has_sparse():
-            self._device_guard.pass_through(flat.gather(), g.max_norm)
+        if stays and flat.x.is_cuda and not (flat.apart or flat.has_sparse()):
+            gathered = flat.gather(g.part)
+            self._device_guard(g.part).pass_through(gathered[g.part.place], g.max_norm)
             return g
         size = 0.0
         if guard.rank not in guard.aside:
-            size = glance(flat.gradients()) if shared is None else norm(shared)
+            size = glance(flat.gradients()) if shared is None else norm(g.own)
         if g.max_norm is not None and math.isfinite(size):
             size = min(size, g.max_norm)
         admitted = guard.admits(
-            size, guard.rank, WHAT, lambda: shared is not None or is_sound(flat.x)
+            size, guard.rank, self._what(g.part), lambda: shared is not None or is_sound(flat.x)
         )
         return g if admitted else replace(g, dropped=True)
 
-    @cached_property
-    def _device_guard(self) -> DeviceGuard:
-        return DeviceGuard(self.strategy.guard, lambda: is_sound(self.replica.flat.x))
+    def _device_guard(self, part: Part) -> DeviceGuard:
+        if part.number not in self._device_guards:
+            self._device_guards[part.number] = DeviceGuard(
+                self.strategy.guard, lambda: is_sound(self.replica.flat.x), self._what(part)
+            )
+        return self._device_guards[part.number]
+
+    def _what(self, part: Part) -> str:
+        """What the guard knows the gradients of a part as: those of others may be far larger."""
+        return f"{WHAT} of optimizer {part.number}" if self.replica.several else WHAT
 
     def _mark(self) -> Mark:
         wait_s = self._recorder.meter.wait_s
@@ -205,6 +266,7 @@ class Stepper:
             "io_s": self.io_s,
             "lr": self.lr,
             "full_batch": self.batch_size,
+            "weight": self._weight,
             "first": self.first,
             "history": vars(self.history),
         }
@@ -213,6 +275,7 @@ class Stepper:
         """Restore what :meth:`state` returned."""
         self.steps, self.samples, self.io_s = state["steps"], state["samples"], state["io_s"]
         self.lr, self.batch_size = state["lr"], state["full_batch"]
+        self._weight = state.get("weight", 0)  # a checkpoint of an earlier version has none
         if state["first"] is not None:
             self.first = Mark(*state["first"])._replace(wall_s=time.monotonic())
         self.history.__dict__.update(state["history"])
@@ -229,9 +292,14 @@ class Stepper:
 
     def settle(self) -> None:
         """Finish what the strategy left pending."""
-        self._device_guard.settle()
+        for guard in self._device_guards.values():
+            guard.settle()
         if not (self.alone or self.paused or self.skipping):
-            self.keep_up(lambda: self.strategy.settle(self.replica.flat.x))
+            self.keep_up(self._settle)
+
+    def _settle(self) -> None:
+        with self.replica.flat.lent() as x:
+            self.strategy.settle(x)
 
     def keep_up(self, act: Callable[[], T], again: bool = False) -> T | None:
         """Act with the others; if they have gone on without this rank, rejoin them.
@@ -255,7 +323,7 @@ class Stepper:
         """
         if not self._session.may_return:
             raise Outlived
-        members, self._drawn = self._session.ports.members, 0
+        members, self._drawn, self._weight = self._session.ports.members, 0, 0
         while True:
             try:
                 members.rejoin()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from paceline.common.generators import all_seeded, read_generators, write_genera
 from paceline.common.options import above, at_least, one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.model.checks import plain_model
 from paceline.model.replica import DirectStep
 from paceline.record.result import Metric
 from paceline.strategies.base import warn_of_long_interval
@@ -32,6 +33,8 @@ from paceline.training.rest import recalibrate
 from paceline.training.session import Session
 
 M = TypeVar("M", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module | list[nn.Module] | tuple[nn.Module, ...])
+T = TypeVar("T")
 _current: ContextVar[Worker | None] = ContextVar("worker", default=None)
 
 
@@ -67,17 +70,54 @@ class Worker:
 
     # Setting up ----------------------------------------------------------------------------------
 
-    def setup(self, model: M, optimizer: Optimizer) -> tuple[M, PacedOptimizer]:
+    @overload
+    def setup(
+        self, model: M, optimizer: Optimizer, *, with_frozen: bool = False
+    ) -> tuple[M, PacedOptimizer]: ...
+
+    @overload
+    def setup(
+        self,
+        model: Model,
+        optimizer: list[Optimizer] | tuple[Optimizer, ...],
+        *,
+        with_frozen: bool = False,
+    ) -> tuple[Model, Any]: ...
+
+    def setup(self, model: Any, optimizer: Any, *, with_frozen: bool = False) -> tuple[Any, Any]:
         """Tie a model and its optimizer to the run; every worker starts with rank 0's parameters.
 
         The model is moved to ``worker.device``, its parameters into one vector. On a rank that is
         no worker this does not return: it serves, and ends with the run.
+
+        Lists or tuples of models and of optimizers are set up together, as for a GAN, and come back
+        in the same form. Then ``step()`` of each optimizer is one step of the method, for its own
+        parameters; docs/how-to/gans.md tells what that means.
+
+        Args:
+            model: the model, or several.
+            optimizer: its optimizer, or several.
+            with_frozen: whether frozen parameters are in the vector that workers exchange, too.
+                Then they can be unfrozen in mid-run, and be given to ``add_param_group``.
         """
         if self._session.stepper is not None:
-            raise UsageError("worker.setup must be called once: one model and one optimizer a run")
-        if isinstance(optimizer, PacedOptimizer):
+            raise UsageError(
+                "worker.setup must be called once, with all models and optimizers of the run:"
+                " (g, d), (g_opt, d_opt) = worker.setup((g, d), (g_opt, d_opt))"
+            )
+        models, optimizers = (
+            _several("model", model, nn.Module),
+            _several("optimizer", optimizer, Optimizer),
+        )
+        if any(isinstance(each, PacedOptimizer) for each in optimizers):
             raise UsageError("worker.setup takes a plain optimizer, not one of another worker")
-        return model, self._session.begin(model, optimizer)
+        paced = self._begin([*map(plain_model, models)], optimizers, with_frozen)
+        return model, type(optimizer)(paced) if isinstance(optimizer, (list, tuple)) else paced[0]
+
+    def _begin(
+        self, models: list[nn.Module], optimizers: Sequence[Optimizer], with_frozen: bool
+    ) -> list[PacedOptimizer]:
+        return self._session.begin(models, optimizers, with_frozen)
 
     def setup_dataloaders(
         self, *loaders: DataLoader[Any], data: Sharing = "auto", epochs: int | None = None
@@ -256,23 +296,25 @@ class Worker:
         self._session.settle()
 
     @contextmanager
-    def answer(self, model: nn.Module | None = None) -> Iterator[None]:
+    def answer(self, *models: nn.Module) -> Iterator[None]:
         """Inside, the model holds the method's answer instead of this worker's replica.
 
+        Of several models, all do, whichever are named.
         Its buffers are the average of all workers', as each has last shown them; afterwards they
         are this worker's own again, whatever was done with them inside.
         """
         session, stepper = self._session, self._session.running
-        if model is not None and model is not session.model:
+        if not {*map(plain_model, models)} <= {*session.models}:
             raise UsageError("worker.answer takes the model that worker.setup was given")
         stepper.settle()
-        x = stepper.replica.flat.x
+        flat = stepper.replica.flat
         own = stepper.alone or session.catching_up or session.loads.has_answer or session.finished
-        answer = None if own else stepper.keep_up(lambda: self.strategy.answer(x), again=True)
-        answer = x if answer is None else answer
-        replica = None if answer is x else x.clone()
-        if replica is not None:
-            x.copy_(answer)
+        with flat.lent() as x:
+            answer = None if own else stepper.keep_up(lambda: self.strategy.answer(x), again=True)
+            answer = x if answer is None else answer
+            replica = None if answer is x else x.clone()
+            if replica is not None:
+                x.copy_(answer)
         rest = session.buffers.rest
         buffers = rest.read()
         if rest.averaged and not own:
@@ -285,9 +327,12 @@ class Worker:
             stepper.paused = before
             rest.write(buffers)
             if replica is not None:
-                x.copy_(replica)
+                with flat.lent() as x:
+                    x.copy_(replica)
 
-    def recalibrate(self, loader: Iterable[Any], batches: int | None = None) -> None:
+    def recalibrate(
+        self, loader: Iterable[Any], batches: int | None = None, model: nn.Module | None = None
+    ) -> None:
         """Take the running statistics of BatchNorm anew, for the model as it is now.
 
         Inside ``worker.answer(model)``, or after ``worker.finish()``, that is the method's answer.
@@ -300,13 +345,16 @@ class Worker:
             loader: batches, each the model's input, or a tuple or list that begins with it; of a
                 loader that ``worker.setup_dataloaders`` gave, those of the whole data set.
             batches: how many of them to take; all, when not given.
+            model: which one, where there are several.
         """
         session, stepper = self._session, self._session.running
         if batches is not None:
             at_least("batches", batches, 1)
         if stepper.skipping:
             return
-        assert session.model is not None  # since it runs
+        if model is None and len(session.models) > 1:
+            raise UsageError("worker.recalibrate needs to be told which model: model=...")
+        model = session.models[0] if model is None else plain_model(model)
         source = loader.plain if isinstance(loader, PacedLoader) else loader
         parts = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler"))]
         seed = int(stream(self.seed, "recalibrate").integers(2**31))
@@ -314,7 +362,7 @@ class Worker:
         try:
             with all_seeded(seed, parts, self.device):
                 inputs = (moved(batch, self.device) for batch in islice(source, batches))
-                taken = recalibrate(session.model, inputs)
+                taken = recalibrate(model, inputs)
         finally:
             if not taken:
                 session.buffers.rest.write(buffers)
@@ -455,8 +503,18 @@ class Worker:
         except RuntimeError as error:
             raise UsageError(f"weights ({path}) must fit the model: {error}") from None
         if not (stepper.alone or self._session.finished):
-            self.strategy.adopt(stepper.replica.flat.x)
+            with stepper.replica.flat.lent() as x:
+                self.strategy.adopt(x)
             self._session.clock.switch_in()
+
+
+def _several(what: str, given: Any, kind: type[T]) -> list[T]:
+    """What ``worker.setup`` was given, one or several, as a list."""
+    each = [*given] if isinstance(given, (list, tuple)) else [given]
+    if not each or not all(isinstance(one, kind) for one in each):
+        kinds = ", ".join(type(one).__name__ for one in each) or "nothing"
+        raise UsageError(f"{what} ({kinds}) must be a torch {kind.__name__}, or a list of them")
+    return each
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -18,6 +18,7 @@ class Enrollment(NamedTuple):
         trained: these parameters, in their order in ``x``, and where each begins.
         foresee_s: how long the next step's gradient takes at least; None if no step may follow.
         ignored: hooks of this type on the model's modules are Paceline's own.
+        why_not: why its gradients must be computed alone; None if they need not be.
     """
 
     model: nn.Module
@@ -25,3 +26,4 @@ class Enrollment(NamedTuple):
     trained: Sequence[tuple[nn.Parameter, int]]
     foresee_s: Callable[[], float | None]
     ignored: type
+    why_not: str | None = None

@@ -35,6 +35,8 @@ class Member:
         self, batching: Batching, rank: int, own: Enrollment, park: Callable[[float], None]
     ) -> None:
         self._batching, self._foresee_s, self._park = batching, own.foresee_s, park
+        if own.why_not is not None:
+            raise Cannot(own.why_not)
         self.rank, self.model, self.x = rank, own.model, own.x
         self.parameters = [parameter for parameter, _ in own.trained]
         numbers = {id(parameter): number for number, (parameter, _) in enumerate(own.trained)}

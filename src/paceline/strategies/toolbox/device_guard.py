@@ -35,10 +35,11 @@ class DeviceGuard:
     Args:
         guard: of this rank; it remembers the usual norms.
         blamed: whether this rank is to be blamed for a bad gradient.
+        what: what the guard knows the gradients as.
     """
 
-    def __init__(self, guard: Guard, blamed: Callable[[], bool]) -> None:
-        self._guard, self._blamed = guard, blamed
+    def __init__(self, guard: Guard, blamed: Callable[[], bool], what: str = WHAT) -> None:
+        self._guard, self._blamed, self._what = guard, blamed, what
         self._filter: Filter | None = None
         self._clipped_to: list[float | None] = []
         self._arriving: Norms | None = None
@@ -50,7 +51,7 @@ class DeviceGuard:
         """
         if self._filter is None:
             self._filter = Filter(gradient)
-        limit = self._guard.limit(WHAT)
+        limit = self._guard.limit(self._what)
         if max_norm is not None and max_norm <= limit:  # clipped, it is harmless if it is finite
             limit = self._filter.largest
         self._filter.apply(limit)
@@ -86,7 +87,7 @@ class DeviceGuard:
         for size, max_norm in zip(sizes.tolist(), clipped_to, strict=True):
             clipped = max_norm is not None and size < float("inf")
             norm = min(size, max_norm) if clipped else size
-            self._guard.admits(norm, self._guard.rank, WHAT, self._blamed)
+            self._guard.admits(norm, self._guard.rank, self._what, self._blamed)
 
 
 class Filter:

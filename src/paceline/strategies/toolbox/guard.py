@@ -27,6 +27,8 @@ KNOWN, REMEMBERED = 8, 65
 """How many norms it takes to judge another by, and how many of the last ones are remembered."""
 GLANCE = 4096
 """How many numbers of each gradient a worker looks at that does not share it."""
+PIECE = 1 << 22
+"""How many numbers of two vectors are compared at a time."""
 IN_A_ROW = 3
 """After so many updates dropped one after the other, their sender is set aside."""
 
@@ -64,6 +66,19 @@ def norms(*vectors: Tensor) -> list[float]:
         return [norm(vector) for vector in vectors]
     sizes = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in vectors]
     return torch.stack(sizes).tolist()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference of two vectors; of large ones, without a third.
+
+    >>> import torch
+    >>> distance(torch.tensor([1.0, 5.0]), torch.tensor([4.0, 1.0]))
+    5.0
+    """
+    if one.is_cuda or one.numel() <= PIECE:
+        return norm(one - other)
+    pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
+    return math.hypot(*(norm(a - b) for a, b in pairs))
 
 
 def _norm(vectors: Sequence[Tensor], kind: Any) -> float:
