@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.common.faults import Fault
+from paceline.lab.tasks.networks import GPT
 from paceline.sim.batching import proof
 
 STEPS, WORKERS = 7, 4
@@ -216,6 +217,17 @@ class Words(nn.Module):
         return self.last((hidden[0] if isinstance(hidden, tuple) else hidden).mean(1))
 
 
+class Pooled(nn.Module):
+    """The mean of what a model says of all places of a text."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).mean(1)
+
+
 class Told(Net):
     """Does something else for each type of an argument."""
 
@@ -306,6 +318,11 @@ def skip(model, optimizer, x, y, step, worker):
         loss.backward()
         optimizer.step()
     return loss
+
+
+@stepped
+def one_part(model, x, y, worker):
+    return cross_entropy(model(x)[0], y)
 
 
 @stepped
@@ -442,7 +459,11 @@ def higher(model, optimizer, x, y, step, worker):
 # Running them ------------------------------------------------------------------------------------
 
 
-def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64, optimize=sgd):
     """The result, and the last loss and parameters of each worker."""
     ends = {}
 
@@ -451,9 +472,7 @@ def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64):
         model = make().to(dtype)
         if hook is not None:
             hook(model)
-        optimizer = torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
-        )
+        optimizer = optimize([p for p in model.parameters() if p.requires_grad])
         model, optimizer = worker.setup(model, optimizer)
         loader = DataLoader(TensorDataset(data, Y), batch_size=4, shuffle=True)
         loader = worker.setup_dataloaders(loader)
@@ -500,17 +519,17 @@ def test_a_loop_is_the_same(loop):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "layered", "allreduce"])
-@pytest.mark.parametrize("loop", [accumulate, thrice, talk], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [plain, accumulate, thrice, talk], ids=lambda loop: loop.__name__)
 def test_a_loop_is_the_same_with_another_method(loop, strategy):
     check(loop=loop, strategy=strategy, share=0.4 if loop is thrice else -1)
 
 
 @pytest.mark.parametrize(
     ("make", "loop"),
-    [(Parts, parts), (Parts, hidden_only), (Losses, loss_inside), (Scaled, schedule)]
-    + [(Told, scaled)],
-    ids=["tuple and dict", "other parameters", "loss inside", "an attribute that changes"]
-    + ["an argument"],
+    [(Parts, parts), (Parts, one_part), (Parts, hidden_only), (Losses, loss_inside)]
+    + [(Scaled, schedule), (Told, scaled)],
+    ids=["tuple and dict", "a part unused", "other parameters", "loss inside"]
+    + ["an attribute that changes", "an argument"],
 )
 def test_a_model_and_its_loop_are_the_same(make, loop):
     check(make, loop, share=0.3)
@@ -528,6 +547,8 @@ LAYERS = {
     "convolution": [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)],
     "batch norm": [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
     + [nn.Linear(144, 4)],
+    "batch norm and pooling": [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    + [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)],
     "batch norm without statistics": [nn.BatchNorm2d(3, track_running_stats=False), nn.Flatten()]
     + [nn.Linear(192, 4)],
     "group norm": [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 4)],
@@ -546,6 +567,23 @@ LAYERS = {
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 def test_layers_of_images_are_the_same(layers):
     check(images(*layers), data=IMAGES)
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_the_same(name):
+    check(optimize=OPTIMIZERS[name])
+
+
+def test_a_transformer_is_the_same():
+    check(lambda: Pooled(GPT(width=16, layers=1, heads=2)), data=WORDS)
 
 
 def test_attention_is_the_same():
@@ -663,10 +701,19 @@ def test_runs_whose_steps_depend_on_others_are_refused(why, tmp_path):
         pl.simulate(train, strategy="gossip", batched="on", out=tmp_path / "run", **RUNS[why])
 
 
-@pytest.mark.parametrize("make", [Dropout, Noise])
-def test_random_layers_repeat_from_run_to_run(make):
-    first, ends = run(make, plain, X, "gossip", "auto")
-    again, same = run(make, plain, X, "gossip", "auto")
+DROPPING = [nn.Conv2d(3, 4, 3), nn.Dropout2d(), nn.Flatten(), nn.Linear(144, 4)]
+RANDOM = {
+    "dropout": (Dropout, X),
+    "noise": (Noise, X),
+    "dropout of channels": (images(*DROPPING), IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_layers_repeat_from_run_to_run(name):
+    make, data = RANDOM[name]
+    first, ends = run(make, plain, data, "gossip", "auto")
+    again, same = run(make, plain, data, "gossip", "auto")
     assert first.batched["share"] > 0.5
     assert [end[0] for end in ends.values()] == [end[0] for end in same.values()]
     assert again.trace_hash == first.trace_hash
