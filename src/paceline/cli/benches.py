@@ -96,19 +96,26 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
 
     rows = bench_sim(workers, repeats, steps)
     screen.table(
-        ["gradients", "workers", "events/s", "overhead", "us per step"],
+        ["gradients", "workers", "events/s", "overhead", "half of the repeats", "us per step"],
         [
             (
                 row["model"] or "none",
                 str(row["workers"]),
                 number(round(row["events_per_s"])),
-                "-" if row["overhead_share"] is None else f"{row['overhead_share']:+.1%}",
-                "-" if row["overhead_share"] is None else f"{row['overhead_us_per_step']:.0f}",
+                *_overhead(row),
             )
             for row in rows
         ],
     )
     screen.emit({"rows": rows})
+
+
+def _overhead(row: dict[str, Any]) -> tuple[str, str, str]:
+    if row["overhead_share"] is None:
+        return "-", "-", "-"
+    low, high = row["overhead_quartiles"]
+    share, step_us = row["overhead_share"], row["overhead_us_per_step"]
+    return f"{share:+.1%}", f"{low:+.1%} to {high:+.1%}", f"{step_us:.0f}"
 
 
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.model.bare_step import BareStep
 from paceline.model.flat import Allocate, Flat
 from paceline.model.gradient import Gradient
 from paceline.model.joint_step import JointStep
@@ -35,8 +36,11 @@ class Replica:
             raise UsageError("LBFGS evaluates its loss many times a step; use a first-order method")
         self.flat = Flat(model, optimizer, allocate, aligned)
         self.optimizer = optimizer
-        joint = JointStep.suits(self.flat, optimizer)
-        self._stepper = JointStep(self.flat, optimizer) if joint else optimizer
+        self._stepper: JointStep | BareStep | Optimizer = optimizer
+        if JointStep.suits(self.flat, optimizer):
+            self._stepper = JointStep(self.flat, optimizer)
+        elif BareStep.suits(optimizer):
+            self._stepper = BareStep(optimizer)
         self._updating = False
         self._on_direct_step: DirectStep = _refuse_direct_step
         self._hook = optimizer.register_step_pre_hook(self._before_step)

@@ -2,8 +2,8 @@
 
 Kernel: events per second when ranks only compute, post and poll. Gradients: the built-in networks
 under ``allreduce``, interleaved with a plain loop that makes the same steps (draw a batch, forward,
-backward, update) with as many replicas and no simulator. Scale: the cost of a worker's step with
-few workers and with a thousand.
+backward, update) with as many replicas and no simulator; in processor time, which other programs
+change less. Scale: the cost of a worker's step with few workers and with a thousand.
 """
 
 from __future__ import annotations
@@ -84,21 +84,27 @@ def _cpu_s(strategy: str | None, workers: int, steps: int) -> float:
 def bench_sim(workers: int, repeats: int, steps: int) -> list[dict[str, Any]]:
     """Time the kernel alone, then with the gradients of each network; one row for each."""
     events = statistics.median(_events_per_s(workers) for _ in range(repeats))
-    rows = [_row(workers, None, events, None, None)]
+    rows = [_row(workers, None, events)]
     for model in ("cnn", "mlp"):
         rows.append(_with_gradients(workers, model, repeats, steps))
     return rows
 
 
 def _row(
-    workers: int, model: str | None, events: float, overhead: float | None, gradient: float | None
+    workers: int,
+    model: str | None,
+    events: float,
+    overhead: float | None = None,
+    quartiles: list[float] | None = None,
+    step_us: float | None = None,
 ) -> dict[str, Any]:
     return {
         "workers": workers,
         "model": model,
         "events_per_s": events,
         "overhead_share": overhead,
-        "overhead_us_per_step": gradient,
+        "overhead_quartiles": quartiles,
+        "overhead_us_per_step": step_us,
     }
 
 
@@ -120,24 +126,25 @@ def _events_per_s(workers: int) -> float:
 def _with_gradients(workers: int, model: str, repeats: int, steps: int) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plain, simulated = [], []
+    plain, simulated, clock = [], [], time.process_time
     for _ in range(repeats + 1):
-        plain.append(_plain_s(workers, model, steps))
-        simulated.append(_simulated_s(workers, model, steps))
+        plain.append(_plain_s(workers, model, steps, None, clock))
+        simulated.append(_simulated_s(workers, model, steps, None, clock))
     torch.set_num_threads(threads)
-    ratios = [sim / base for sim, base in zip(simulated[1:], plain[1:], strict=True)]
+    ratios = sorted(sim / base for sim, base in zip(simulated[1:], plain[1:], strict=True))
     share = statistics.median(ratios) - 1
+    quartiles = [ratios[repeats // 4] - 1, ratios[-1 - repeats // 4] - 1]
     step_us = 1e6 * statistics.median(plain[1:]) / (steps * workers)
     events = 2 * workers * steps / statistics.median(simulated[1:])
-    return _row(workers, model, events, share, share * step_us)
+    return _row(workers, model, events, share, quartiles, share * step_us)
 
 
 def _plain_s(
     workers: int,
     model: str,
     steps: int,
-    batch_size: int | None = None,
-    clock: Clock = time.perf_counter,
+    batch_size: int | None,
+    clock: Clock,
 ) -> float:
     """The time of the same steps in a plain loop over as many replicas."""
     images = load_images()
@@ -159,8 +166,8 @@ def _simulated_s(
     workers: int,
     model: str,
     steps: int,
-    batch_size: int | None = None,
-    clock: Clock = time.perf_counter,
+    batch_size: int | None,
+    clock: Clock,
     strategy: str = "allreduce",
 ) -> float:
     """The time of the same steps in the simulator, from the first to the last."""
