@@ -180,6 +180,7 @@ def sim(
     global_batch: GlobalBatchSize = None,
     batch: BatchShares = None,
     batched: Batched = "off",
+    device: BenchDevice = "cpu",
     log: Log = None,
     replay: Annotated[
         Path | None,
@@ -199,6 +200,7 @@ def sim(
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy(), "batched": batched, "log": log or ()}
+    policy["device"] = device
     result = job.simulate(screen, workers, target, faults=script, policy=policy)
     show_result(screen, result, job.task.name, target.name)
     _exit_if_failed(result)

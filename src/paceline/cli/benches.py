@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cli.screen import Screen, number, size
-from paceline.cli.task import check_device
-from paceline.common.options import at_least, one_of
+from paceline.common.options import at_least, check_device, one_of
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
@@ -96,7 +95,7 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
 
     rows = bench_sim(workers, repeats, steps)
     screen.table(
-        ["gradients", "workers", "events/s", "overhead", "half of the repeats", "us per step"],
+        ["gradients", "workers", "events/s", "overhead", "half of the repeats", "us", "of threads"],
         [
             (
                 row["model"] or "none",
@@ -110,12 +109,13 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
     screen.emit({"rows": rows})
 
 
-def _overhead(row: dict[str, Any]) -> tuple[str, str, str]:
+def _overhead(row: dict[str, Any]) -> tuple[str, ...]:
     if row["overhead_share"] is None:
-        return "-", "-", "-"
+        return ("-",) * 4
     low, high = row["overhead_quartiles"]
     share, step_us = row["overhead_share"], row["overhead_us_per_step"]
-    return f"{share:+.1%}", f"{low:+.1%} to {high:+.1%}", f"{step_us:.0f}"
+    spread, threads = f"{low:+.1%} to {high:+.1%}", row["of_threads_share"]
+    return f"{share:+.1%}", spread, f"{step_us:.0f}", f"{threads:+.1%}"
 
 
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:

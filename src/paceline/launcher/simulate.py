@@ -76,6 +76,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         losses=policy,
         on_event=recorder.event,
         start_s=checkpoints.start_s,
+        device=spec.one_device,
     )
     recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
     file = spec.folder / TRACE if spec.folder and spec.trace else None
@@ -151,6 +152,8 @@ class _Ranks:
             make_strategy(self.spec.method),
             workers=self.spec.workers,
             seed=self.spec.seed,
+            device=self.spec.one_device,
+            resident=self.world.resident,
             costs=self.world.costs[rank],
             listener=Listener(
                 metric=self.recorder.metric,
@@ -194,6 +197,7 @@ def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dic
         "faults": [asdict(fault) for fault in spec.faults],
         "on_loss": policy.on_loss,
         "max_restarts": spec.max_restarts,
+        "device": spec.device,
         "replay": None if spec.replay is None else str(spec.replay),
     }
 

@@ -6,25 +6,40 @@ takes longer to hand on a small batch than to read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map as collated_by
 
+if TYPE_CHECKING:
+    from paceline.sim.resident import Resident
+
 Read = Callable[[Any], Any]
 """Makes a batch of the numbers of its samples: an array, or a list."""
+RowsOf = Callable[[Iterable[Tensor], Any], list[Tensor]]
 
 
 class Batches:
-    """The batches of a map-style loader whose batch sampler draws ``indices`` anew each time."""
+    """The batches of a map-style loader.
 
-    def __init__(self, loader: DataLoader[Any], indices: Callable[[], Iterator[Any]]) -> None:
+    Args:
+        loader: the loader.
+        indices: draws those of its batches, anew each time.
+        resident: reads rows of tensors on the workers' device, where they share one.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        indices: Callable[[], Iterator[Any]],
+        resident: Resident | None = None,
+    ) -> None:
         self._indices, self._generator = indices, loader.generator
-        self._read = reader(loader)
+        self._read = reader(loader, resident)
 
     def __iter__(self) -> Iterator[Any]:
         drawn = self._indices()
@@ -37,7 +52,7 @@ def reads_here(loader: DataLoader[Any]) -> bool:
     return not (loader.num_workers or loader.pin_memory)
 
 
-def reader(loader: DataLoader[Any]) -> Read:
+def reader(loader: DataLoader[Any], resident: Resident | None = None) -> Read:
     """What reads batches as the loader would, in this process."""
     data: Any = loader.dataset
     many, collate = getattr(data, "__getitems__", None), loader.collate_fn
@@ -47,7 +62,8 @@ def reader(loader: DataLoader[Any]) -> Read:
         return collate(samples(as_list(indices)))
 
     if collate is default_collate and _is_of_rows(data):
-        return partial(_rows_of, data.tensors, read)
+        rows_of = _rows_of if resident is None else resident.rows
+        return partial(_rows_or_all, rows_of, data.tensors, read)
     return read
 
 
@@ -65,10 +81,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
-def _rows_of(tensors: Iterable[Tensor], read: Read, indices: Any) -> Any:
+def _rows_or_all(rows_of: RowsOf, tensors: Sequence[Tensor], read: Read, indices: Any) -> Any:
+    """These rows of each tensor; what :data:`Read` has where a user's own sampler has a say."""
+    return read(indices) if isinstance(indices, list) else rows_of(tensors, indices)
+
+
+def _rows_of(tensors: Iterable[Tensor], indices: Any) -> list[Tensor]:
     """These rows of each tensor."""
-    if isinstance(indices, list):  # of a batch sampler of the user's own: they may be anything
-        return read(indices)
     chosen = torch.tensor(indices)
     return [tensor[chosen] for tensor in tensors]
 

@@ -35,6 +35,7 @@ from paceline.training.division import Division, Indices, LastCollective, shard_
 from paceline.training.pending import DrawnBatch, Pass
 
 if TYPE_CHECKING:
+    from paceline.sim.resident import Resident
     from paceline.training.session import Session
 
 Sharing = Literal["auto", "shard", "queue", "static", "skewed"]
@@ -145,7 +146,7 @@ class PacedLoader:
             drawn = DrawnBatch(epoch, index, samples, full, epoch + share, self.queue)
             this.taken += 1
             session.batch_arrived(this, drawn, asked_s)
-            yield moved(batch, session.device)
+            yield moved(batch, session.device, session.resident)
             self._body_done(this)
             session.between_batches()
             if self._is_over():
@@ -176,7 +177,7 @@ class PacedLoader:
         session = self._session
         if session.catching_up and (batch := self._source.first(this.epoch)) is not None:
             session.pending.draw(this, session.trains)
-            yield moved(batch, session.device)
+            yield moved(batch, session.device, session.resident)
             self._body_done(this)
 
     def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -359,8 +360,11 @@ class _Map:
         self.division: Division | None = None
         if owner.sharing == "shard" and not self._recipe.draws_batches:
             self.division = Division(self._session.rank, self._size, owner.last_collective)
-        here = reads_here(self._loader)
-        self._inner = Batches(self._loader, self.drawn) if here else _rebuild(self._loader, self)
+        self._inner: Iterable[Any]
+        if reads_here(self._loader):
+            self._inner = Batches(self._loader, self.drawn, self._session.resident)
+        else:
+            self._inner = _rebuild(self._loader, self)
 
     @property
     def samples(self) -> int:
@@ -677,15 +681,15 @@ def _count(batch: Any) -> int:
     return 1
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device, resident: Resident | None = None) -> Any:
     """A batch whose tensors are on ``device``, in the batch's own structure."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=True) if resident is None else resident.moved(batch)
     if isinstance(batch, dict):
-        return {key: moved(value, device) for key, value in batch.items()}
+        return {key: moved(value, device, resident) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        values = [moved(value, device) for value in batch]
+        values = [moved(value, device, resident) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch

@@ -49,6 +49,7 @@ from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from paceline.sim.compute import Costs
+    from paceline.sim.resident import Resident
 
 T = TypeVar("T")
 PROGRESS_S = 0.25
@@ -85,6 +86,7 @@ class Session(RankListener):
         workers: how many there are; ranks from there on serve.
         seed: the run's.
         device: where the model and the batches go.
+        resident: of many workers in one process, what they read on their device; None elsewhere.
         costs: what computing takes in virtual time; None where time is real.
         listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
@@ -114,6 +116,7 @@ class Session(RankListener):
         workers: int,
         seed: int,
         device: str = "cpu",
+        resident: Resident | None = None,
         costs: Costs | None = None,
         listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
@@ -127,7 +130,7 @@ class Session(RankListener):
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
         self.may_return = self.rank < workers and not strategy.synchronous
-        self.device = torch.device(device)
+        self.device, self.resident = torch.device(device), resident
         starters = ports.members.starters
         some_may_miss = elastic or by_speed or len(starters) < ports.size
         agreed = strategy.synchronous and some_may_miss

@@ -2,15 +2,18 @@
 
 Kernel: events per second when ranks only compute, post and poll. Gradients: the built-in networks
 under ``allreduce``, interleaved with a plain loop that makes the same steps (draw a batch, forward,
-backward, update) with as many replicas and no simulator; in processor time, which other programs
-change less. Scale: the cost of a worker's step with few workers and with a thousand.
+backward, update) with as many replicas and no simulator, and with that loop in as many threads that
+take turns, as the simulator's do; in processor time, which other programs change less. Scale: the
+cost of a worker's step with few workers and with a thousand.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline.comm.comm import Comm
 from paceline.comm.limits import Limits
+from paceline.common.one_core import on_one_core
 from paceline.lab.tasks.fashion import load_images, make_loader, make_model
 from paceline.lab.tasks.recipe import LEAST_BATCH, MOMENTUM, batch_of
 from paceline.launcher.simulate import simulate
@@ -27,6 +31,7 @@ from paceline.sim.world import SimulatedPorts, World
 from paceline.training.worker import Worker
 
 Clock = Callable[[], float]
+Step = Callable[[], None]
 
 CLUSTER = "ethernet-10g"
 EVENTS_A_RANK = 600
@@ -97,6 +102,7 @@ def _row(
     overhead: float | None = None,
     quartiles: list[float] | None = None,
     step_us: float | None = None,
+    threads: float | None = None,
 ) -> dict[str, Any]:
     return {
         "workers": workers,
@@ -105,6 +111,7 @@ def _row(
         "overhead_share": overhead,
         "overhead_quartiles": quartiles,
         "overhead_us_per_step": step_us,
+        "of_threads_share": threads,
     }
 
 
@@ -126,40 +133,67 @@ def _events_per_s(workers: int) -> float:
 def _with_gradients(workers: int, model: str, repeats: int, steps: int) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plain, simulated, clock = [], [], time.process_time
+    plain, threaded, simulated, clock = [], [], [], time.process_time
     for _ in range(repeats + 1):
         plain.append(_plain_s(workers, model, steps, None, clock))
+        threaded.append(_threaded_s(workers, model, steps, clock))
         simulated.append(_simulated_s(workers, model, steps, None, clock))
     torch.set_num_threads(threads)
     ratios = sorted(sim / base for sim, base in zip(simulated[1:], plain[1:], strict=True))
+    of_threads = [each / base for each, base in zip(threaded[1:], plain[1:], strict=True)]
     share = statistics.median(ratios) - 1
     quartiles = [ratios[repeats // 4] - 1, ratios[-1 - repeats // 4] - 1]
     step_us = 1e6 * statistics.median(plain[1:]) / (steps * workers)
     events = 2 * workers * steps / statistics.median(simulated[1:])
-    return _row(workers, model, events, share, quartiles, share * step_us)
+    threads_share = statistics.median(of_threads) - 1
+    return _row(workers, model, events, share, quartiles, share * step_us, threads_share)
 
 
-def _plain_s(
-    workers: int,
-    model: str,
-    steps: int,
-    batch_size: int | None,
-    clock: Clock,
-) -> float:
-    """The time of the same steps in a plain loop over as many replicas."""
+def _replicas(workers: int, model: str, batch_size: int | None) -> Iterator[Step]:
+    """A step of each of as many replicas."""
     images = load_images()
-    replicas = []
     for _ in range(workers):
         net = make_model(model)
         sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=MOMENTUM)
         loader = make_loader(images, batch_size or batch_of(workers))
-        replicas.append((net, sgd, chain.from_iterable(repeat(loader))))
-    for step in range(WARM_UP + steps):
-        if step == WARM_UP:
+        yield partial(_next_step, net, sgd, chain.from_iterable(repeat(loader)))
+
+
+def _plain_s(workers: int, model: str, steps: int, batch_size: int | None, clock: Clock) -> float:
+    """The time of the same steps in a plain loop over as many replicas."""
+    replicas = [*_replicas(workers, model, batch_size)]
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
             start = clock()
-        for net, sgd, batches in replicas:
-            _step(net, sgd, *next(batches))
+        for step in replicas:
+            step()
     return clock() - start
+
+
+def _threaded_s(workers: int, model: str, steps: int, clock: Clock) -> float:
+    """The time of that loop in as many threads, each of which hands on to the next."""
+    turns = [threading.Lock() for _ in range(workers)]
+    moments: list[float] = []
+
+    def run(number: int, step: Step) -> None:
+        for count in range(WARM_UP + steps):
+            turns[number].acquire()
+            if number == 0 and count == WARM_UP:
+                moments.append(clock())
+            step()
+            turns[(number + 1) % workers].release()
+
+    for turn in turns:
+        turn.acquire()
+    with on_one_core():
+        replicas = enumerate(_replicas(workers, model, None))
+        threads = [threading.Thread(target=run, args=replica) for replica in replicas]
+        for thread in threads:
+            thread.start()
+        turns[0].release()
+        for thread in threads:
+            thread.join()
+        return clock() - moments[0]
 
 
 def _simulated_s(
@@ -189,6 +223,10 @@ def _simulated_s(
 
     simulate(train, workers=workers, cluster=CLUSTER, strategy=strategy)
     return max(moments) - min(moments)
+
+
+def _next_step(net: torch.nn.Module, sgd: Any, batches: Iterator[Any]) -> None:
+    _step(net, sgd, *next(batches))
 
 
 def _step(net: torch.nn.Module, sgd: Any, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -116,11 +116,14 @@ class Batching:
         autocast = torch.get_autocast_dtype(device) if casts else None
         shapes = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs])
         types = tuple(map(type, arguments.rest))
-        places = tuple(member.trained.items())
-        key = member.likeness.now(), places, arguments, types, shapes, autocast
-        if key not in self._kinds:
-            self._kinds[key] = self._new_kind(member, arguments, autocast)
-        return self._kinds[key]
+        own = arguments, types, shapes, autocast
+        known = member.known_kinds()
+        if own not in known:
+            key = member.likeness.now(), tuple(member.trained.items()), own
+            if key not in self._kinds:
+                self._kinds[key] = self._new_kind(member, arguments, autocast)
+            known[own] = self._kinds[key]
+        return known[own]
 
     def _new_kind(self, member: Member, arguments: Arguments, autocast: Any) -> Kind:
         if len(self._kinds) == KINDS:

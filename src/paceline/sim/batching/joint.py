@@ -43,6 +43,8 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> tuple[Arguments, list[Tensor]]:
         """The arguments, and the tensors in them."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as most models are called
+            return _ONE_TENSOR, [args[0]]
         leaves, spec = tree_flatten((args, kwargs))
         rest = tuple(... if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(spec, rest), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -52,6 +54,9 @@ class Arguments(NamedTuple):
         given = iter(tensors)
         leaves = [next(given) if leaf is ... else leaf for leaf in self.rest]
         return tree_unflatten(leaves, self.spec)
+
+
+_ONE_TENSOR = Arguments(tree_flatten(((0,), {}))[1], (...,))
 
 
 class Program(NamedTuple):

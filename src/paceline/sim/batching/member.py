@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from paceline.sim.batching.joint import Arguments, Cannot, Joint, Place, Tensors
 from paceline.sim.batching.likeness import Likeness
 
 if TYPE_CHECKING:
-    from paceline.sim.batching.batching import Batching
+    from paceline.sim.batching.batching import Batching, Kind
 
 
 class Member:
@@ -54,6 +54,8 @@ class Member:
         if "forward" in vars(own.model) or not isinstance(type(own.model).forward, FunctionType):
             raise Cannot("model.forward was replaced")
         self.likeness = Likeness(own.model, own.ignored)
+        self._like: Hashable = None
+        self._known: dict[Hashable, Kind] = {}
         own.model.forward = Forward(own.model, self.forward)
 
     def release(self) -> None:
@@ -70,6 +72,13 @@ class Member:
         if call is None or call.batch is None:
             return type(self.model).forward(self.model, *args, **kwargs)
         return call.result()
+
+    def known_kinds(self) -> dict[Hashable, Kind]:
+        """The kinds that calls of this model were of, while it has been like it is now."""
+        like = self.likeness.now()
+        if like is not self._like:
+            self._like, self._known = like, {}
+        return self._known
 
     def park(self) -> None:
         """Park this rank, which has a step to make."""
