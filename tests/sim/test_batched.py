@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from support.replays import repeating
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
+from paceline.launcher import simulate
 from paceline.strategies import STRATEGIES
 
 SAMPLES = 140
@@ -61,13 +65,30 @@ def records(result):
 @pytest.mark.parametrize("cluster", ["mixed-lab", "ethernet-10g"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_method_has_the_same_run(model, strategy, cluster):
-    runs, options = [], {"workers": 8, "arguments": {"model": model}}
-    for batched in ("off", "on"):
-        GRADIENTS.clear()
-        run = pl.simulate(train, strategy=strategy, cluster=cluster, batched=batched, **options)
-        runs.append((run, dict(GRADIENTS)))
-    (one, alone), (many, together) = runs
+def test_every_method_has_the_same_run(model, strategy, cluster, monkeypatch):
+    one, alone = run_of(model, strategy, cluster, "off")
+    check(one, alone, *run_of(model, strategy, cluster, "on"))
+    monkeypatch.setattr(simulate, "_repeating", partial(repeating, at_most=4))
+    many, together = run_of(model, strategy, cluster, "on")
+    check(one, alone, many, together)
+    assert many.batched["recorded"] > 0.5 and many.batched["why_not_recorded"] is None
+
+
+def run_of(model, strategy, cluster, batched):
+    """A run, and the gradients of its workers in each step."""
+    GRADIENTS.clear()
+    run = pl.simulate(
+        train,
+        workers=8,
+        strategy=strategy,
+        cluster=cluster,
+        batched=batched,
+        arguments={"model": model},
+    )
+    return run, dict(GRADIENTS)
+
+
+def check(one, alone, many, together):
     assert many.trace_hash == one.trace_hash
     assert many.batched["share"] > 0.8
     assert many.batched["mean"] > 2

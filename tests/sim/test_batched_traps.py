@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from support.replays import repeating
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.common.faults import Fault
 from paceline.lab.tasks.networks import GPT
+from paceline.launcher import simulate
 from paceline.sim.batching import proof
 
 STEPS, WORKERS = 7, 4
@@ -33,6 +35,17 @@ Y = torch.randint(0, 4, (70,), generator=GENERATOR)
 def any_speed(monkeypatch):
     """Have the probe accept a joint computation that is slower."""
     monkeypatch.setattr(proof, "WORTH", float("inf"))
+
+
+IS_RECORDED = False
+
+
+@pytest.fixture(autouse=True, params=["told", "recorded"])
+def recorded(request, monkeypatch):
+    """Compute as on the CPU, and as on a GPU."""
+    monkeypatch.setitem(globals(), "IS_RECORDED", request.param == "recorded")
+    if IS_RECORDED:
+        monkeypatch.setattr(simulate, "_repeating", repeating)
 
 
 # Models ------------------------------------------------------------------------------------------
@@ -501,6 +514,9 @@ def check(make=Net, loop=plain, data=X, strategy="sasgd(interval=3)", why=None, 
     assert many.trace_hash == one.trace_hash
     assert many.batched["why_not"] is None if why is None else why in many.batched["why_not"]
     assert many.batched["share"] > share if why is None else many.batched["share"] < 0.99
+    assert many.batched["why_not_recorded"] is None
+    if IS_RECORDED and why is None and share > 0:
+        assert many.batched["recorded"] > 0.3
     tolerance = 1e-9 if more.get("dtype", torch.float64) is torch.float64 else 0.03
     for rank, (loss, state, count) in alone.items():
         assert together[rank][0] == pytest.approx(loss, rel=tolerance, abs=tolerance)

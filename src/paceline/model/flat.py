@@ -106,6 +106,11 @@ class Flat:
         """Each parameter, and the part of ``g`` that is for its gradient."""
         return [*zip((span.parameter for span in self.spans), self.views(self.g), strict=True)]
 
+    @property
+    def gradient_parts(self) -> list[Tensor]:
+        """The part of ``g`` for the gradient of each parameter."""
+        return [view for _, view in self._g_views]
+
     def gather(self) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
 

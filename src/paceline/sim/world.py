@@ -25,6 +25,7 @@ from paceline.common.faults import LINK_KINDS, Fault, rank_of
 from paceline.common.one_core import on_one_core
 from paceline.common.seeds import user_seed
 from paceline.errors import LeftBehind, PeerLost
+from paceline.sim.batching.rows import Rows
 from paceline.sim.clock import SimulatedClock
 from paceline.sim.cluster import Cluster
 from paceline.sim.collectives import Collective, SimulatedCollectives, SimulatedGroup
@@ -69,6 +70,7 @@ class World:
         resident: what the ranks read on their device; None on the CPU.
         rosters: of both kinds, the last one that a rank asked for, and its number.
         keep_promises: whether no rank that was parked has communicated before its step.
+        rows: what the workers have, as rows of matrices; None where each has memory of its own.
         on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
@@ -140,6 +142,7 @@ class World:
         self._view: View | None = None
         self._view_until_s = math.inf
         self.keep_promises = True
+        self.rows: Rows | None = None
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:

@@ -106,6 +106,7 @@ class Session(RankListener):
         consensus: how far the workers were apart just before the end.
         unseen_batches: how many were lost with their workers.
         epoch_samples: how many samples all workers take in an epoch; None where that is not known.
+        told_norm: tells the norm of the gradient as it is now, if who computed it knows that.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Session(RankListener):
         checkpointing: CheckpointParticipant | None = None,
         global_batch: int | None = None,
         by_speed: bool = False,
-        enroll: Callable[[Enrollment], None] | None = None,
+        enroll: Callable[[Enrollment], Callable[[], float | None]] | None = None,
     ) -> None:
         self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
@@ -155,6 +156,7 @@ class Session(RankListener):
         self.shares = Shares(self) if by_speed and self.rank < workers else None
         self.finished = False
         self._enroll = enroll
+        self.told_norm: Callable[[], float | None] = lambda: None
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
         self._progress_report = ProgressReport(self)
 
@@ -188,10 +190,22 @@ class Session(RankListener):
         if self.rank >= self.size:
             self._serve(stepper)
         if self._enroll is not None:
-            spans = [(span.parameter, span.start) for span in flat.spans]
-            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook))
+            self.told_norm = self._enroll(self._enrollment(model, stepper))
         self.clock.switch_in()
         return PacedOptimizer(optimizer, stepper)
+
+    def _enrollment(self, model: nn.Module, stepper: Stepper) -> Enrollment:
+        """What this worker tells of itself, to have its gradients computed with those of others."""
+        flat = stepper.replica.flat
+        return Enrollment(
+            model,
+            flat.x,
+            [(span.parameter, span.start) for span in flat.spans],
+            stepper.foresee_s,
+            Hook,
+            lambda: (flat.g, flat.gradient_parts),
+            lambda: stepper.steps,
+        )
 
     @property
     def _resuming(self) -> CheckpointParticipant | None:

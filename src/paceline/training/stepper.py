@@ -175,13 +175,19 @@ class Stepper:
         if g.overflow:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
+        told = self._session.told_norm()
         stays = shared is None and guard.rank not in guard.aside
-        if stays and flat.x.is_cuda and not flat.has_sparse():
-            self._device_guard.pass_through(flat.gather(), g.max_norm)
-            return g
+        if told is None and stays and flat.x.is_cuda and not flat.has_sparse():
+            if self._session.resident is None:
+                self._device_guard.pass_through(flat.gather(), g.max_norm)
+                return g
+            told = norm(flat.gather())  # for many workers, a graph of each takes too much memory
         size = 0.0
         if guard.rank not in guard.aside:
-            size = glance(flat.gradients()) if shared is None else norm(shared)
+            if told is not None and math.isfinite(told):
+                size = told
+            else:
+                size = glance(flat.gradients()) if shared is None else norm(shared)
         if g.max_norm is not None and math.isfinite(size):
             size = min(size, g.max_norm)
         admitted = guard.admits(

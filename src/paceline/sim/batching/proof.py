@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.sim.batching.joint import Cannot, Joint, Program, Tensors, tensors_in
+from paceline.sim.batching.recorded import Recorded, generator_of
+from paceline.sim.batching.rows import Rows
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 0.02}
 """How far a norm may be off. A number near 0 that a ReLU cuts off may be cut off in one alone."""
@@ -42,14 +44,15 @@ def joint_of(program: Program, cases: Sequence[Case]) -> Joint:
     return Joint(program, xs, rests, inputs)
 
 
-def prove(program: Program, cases: Sequence[Case]) -> None:
+def prove(program: Program, cases: Sequence[Case]) -> bool:
     """Compare the first and the last worker with what they compute alone; raises Cannot.
 
-    If the forward is random, only try the backward.
+    Returns whether the forward is random; then this only tries the backward.
     """
-    before = torch.get_rng_state()
+    generator = generator_of(cases[0].x.device)
+    before = generator.get_state()
     joint = joint_of(program, cases)
-    is_random = not torch.equal(torch.get_rng_state(), before)
+    is_random = not torch.equal(generator.get_state(), before)
     rows = sorted({0, len(cases) - 1})
     _refuse_changes(program, joint, cases)
     grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
@@ -59,14 +62,46 @@ def prove(program: Program, cases: Sequence[Case]) -> None:
         why = first_line(error)
         raise Cannot(f"the joint backward fails, as it does with checkpointing: {why}") from None
     if is_random:
-        return
-    tolerance = TOLERANCES.get(cases[0].x.dtype, COARSE) if program.autocast is None else COARSE
+        return True
+    tolerance = _tolerance(program, cases[0].x.dtype)
     for row, gradients in zip(rows, found, strict=True):
         own = alone(program, cases[row])
         _compare("result", [o[row] for o in joint.outputs], own.outputs, tolerance)
         _compare("gradient", gradients, own.gradients, tolerance)
         after = [joint.rest[name][row] for name in own.rest]
         _compare("buffers", after, [*own.rest.values()], tolerance)
+    return False
+
+
+def prove_recorded(
+    recorded: Recorded, rows: Rows, program: Program, ranks: Sequence[int], cases: Sequence[Case]
+) -> None:
+    """Compare a recorded computation with one that is told each time; changes nothing."""
+    joint, tolerance = joint_of(program, cases), _tolerance(program, cases[0].x.dtype)
+    numbers = range(len(cases))
+    grads = [_some_gradients([output[n] for output in joint.outputs]) for n in numbers]
+    found = joint.backward(numbers, grads, again=False)
+    assert rows.g is not None
+    places = torch.tensor(ranks, device=rows.g.device)
+    changed = [rows.g, *rows.rest.values()]
+    before = [matrix.index_select(0, places) for matrix in changed]
+    recorded.forward(ranks, [case.inputs for case in cases])
+    results = [output.clone() for output in recorded.outputs]
+    recorded.backward(dict(enumerate(grads)))
+    g, *rest = [matrix.index_select(0, places) for matrix in changed]
+    for matrix, kept in zip(changed, before, strict=True):
+        matrix.index_copy_(0, places, kept)
+    after = dict(zip(rows.rest, rest, strict=True))
+    for n in numbers:
+        own = recorded.parts(g[n], grads[n])
+        _compare("result", [r[n] for r in results], [o[n] for o in joint.outputs], tolerance)
+        _compare("gradient", own, found[n], tolerance)
+        buffers = [after[name][n] for name in joint.rest]
+        _compare("buffers", buffers, [own[n] for own in joint.rest.values()], tolerance)
+
+
+def _tolerance(program: Program, dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype, COARSE) if program.autocast is None else COARSE
 
 
 def _refuse_changes(program: Program, joint: Joint, cases: Sequence[Case]) -> None:
