@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.replays import repeating
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -239,6 +239,28 @@ class Pooled(nn.Module):
 
     def forward(self, x):
         return self.inner(x).mean(1)
+
+
+class Masked(nn.Module):
+    """Attention, with a mask of one of several kinds."""
+
+    def __init__(self, mask, dropped=0.0):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 24), nn.Linear(8, 4)
+        self.mask, self.dropped = mask, dropped
+
+    def forward(self, x):
+        query, key, value = self.a(x.view(-1, 3, 4).repeat(1, 1, 3)).view(-1, 3, 3, 2, 4).unbind(2)
+        parts = [part.transpose(1, 2) for part in (query, key, value)]
+        seen = scaled_dot_product_attention(*parts, self.mask_of(x), self.dropped)
+        return self.b(seen.transpose(1, 2).flatten(2)).mean(1)
+
+    def mask_of(self, x):
+        if self.mask == "of samples":
+            return x.view(-1, 3, 4).sum(-1)[:, None, None, :]
+        if self.mask == "of heads":
+            return torch.arange(6.0, dtype=x.dtype).view(1, 2, 3, 1)
+        return torch.ones(3, 3, dtype=torch.bool).tril() if self.mask == "of places" else None
 
 
 class Told(Net):
@@ -602,6 +624,11 @@ def test_a_transformer_is_the_same():
     check(lambda: Pooled(GPT(width=16, layers=1, heads=2)), data=WORDS)
 
 
+@pytest.mark.parametrize("mask", ["none", "of places", "of heads", "of samples"])
+def test_attention_with_a_mask_is_the_same(mask):
+    check(lambda: Masked(mask))
+
+
 def test_attention_is_the_same():
     check(words(lambda: nn.MultiheadAttention(8, 2, batch_first=True)), data=WORDS)
     check(words(encoder), data=WORDS)
@@ -722,6 +749,7 @@ RANDOM = {
     "dropout": (Dropout, X),
     "noise": (Noise, X),
     "dropout of channels": (images(*DROPPING), IMAGES),
+    "dropout of attention": (lambda: Masked("of samples", 0.3), X),
 }
 
 
