@@ -647,6 +647,52 @@ def bench_hosts(
     show_hosts(output.screen(), link or [], repeats)
 
 
+@command(bench, name="lab")
+def bench_lab(
+    output: OutputOptions,
+    model: Annotated[
+        list[str] | None,
+        Option(
+            "--model", help="A network; may be repeated. [default: mlp, cnn; on a GPU resnet20]"
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        Option("--workers", "-w", help="Number of workers; may be repeated. [default: 64]"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        Option("--strategy", "-s", help="A method; may be repeated. [default: sasgd(interval=16)]"),
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        Option("--precision", help="default, tf32 or bf16; may be repeated."),
+    ] = None,
+    device: BenchDevice = "cpu",
+    batched: Batched = "on",
+    file: Annotated[
+        Path | None, Option("--file", help="Holds the rows; those in it are not timed again.")
+    ] = None,
+    minutes: Annotated[
+        float | None, Option("--minutes", help="Begin with nothing more after so long.")
+    ] = None,
+) -> None:
+    """Time the gradients of many virtual workers, computed together and one at a time."""
+    from paceline.cli.benches import LabChoice, show_lab
+
+    chosen = LabChoice(
+        models=model or (["mlp", "cnn"] if device == "cpu" else ["resnet20"]),
+        workers=workers or [64],
+        methods=strategy or ["sasgd(interval=16)"],
+        precisions=precision or ["default"],
+        device=device,
+        batched=batched,
+        file=file,
+        minutes=minutes,
+    )
+    show_lab(output.screen(), chosen)
+
+
 @command(bench, name="sim")
 def bench_sim(
     output: OutputOptions,

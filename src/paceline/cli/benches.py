@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.cli.screen import Screen, number, size
-from paceline.common.options import at_least, check_device, one_of
+from paceline.common.options import above, at_least, check_device, one_of
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
@@ -116,6 +118,63 @@ def _overhead(row: dict[str, Any]) -> tuple[str, ...]:
     share, step_us = row["overhead_share"], row["overhead_us_per_step"]
     spread, threads = f"{low:+.1%} to {high:+.1%}", row["of_threads_share"]
     return f"{share:+.1%}", spread, f"{step_us:.0f}", f"{threads:+.1%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabChoice:
+    """The options of ``bench lab``; all combinations are timed."""
+
+    models: list[str]
+    workers: list[int]
+    methods: list[str]
+    precisions: list[str]
+    device: str
+    batched: str
+    file: Path | None
+    minutes: float | None
+
+
+def show_lab(screen: Screen, chosen: LabChoice) -> None:
+    """Time the gradients of many virtual workers; each row is shown when it is known."""
+    device = one_device(chosen.device)
+    one_of("batched", chosen.batched, ("auto", "on"))
+    for workers in chosen.workers:
+        check_virtual_workers(workers)
+    if chosen.minutes is not None:
+        above("minutes", chosen.minutes, 0)
+    from paceline.lab.bench.lab import MODELS, PRECISIONS, bench_lab, cases_of
+    from paceline.strategies import make_strategy
+
+    for model in chosen.models:
+        one_of("model", model, MODELS)
+    for precision in chosen.precisions:
+        one_of("precision", precision, PRECISIONS)
+    for method in chosen.methods:
+        make_strategy(method)
+    named = chosen.models, chosen.workers, chosen.methods, chosen.precisions
+    cases = [*cases_of(*named, device, chosen.batched)]
+    seconds = float("inf") if chosen.minutes is None else 60 * chosen.minutes
+    rows = bench_lab(cases, chosen.file, seconds, lambda row: screen.say(" ".join(_lab_cells(row))))
+    head = ["model", "precision", "workers", "method", "together", "alone", "big batch", "ratio"]
+    screen.table([*head, "batch", "device"], [_lab_cells(row) for row in rows])
+    if left := len(cases) - len(rows):
+        screen.say(f"{left} of {len(cases)} are left: run the same command again.")
+    screen.emit({"rows": rows, "left": left})
+
+
+def _lab_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    first = row["model"], row["precision"], str(row["workers"]), row["method"]
+    if "error" in row:
+        return (*first, row["error"], "", "", "", "", "")
+    micros = [row[name] for name in ("batched_us", "one_by_one_us", "big_batch_us")]
+    mean, memory = row.get("mean"), row["device_gb"]
+    return (
+        *first,
+        *(f"{us:.0f} us" for us in micros),
+        f"{micros[0] / micros[2]:.2f}",
+        "-" if mean is None else f"{mean:.1f}",
+        "-" if memory is None else f"{memory:.1f} GB",
+    )
 
 
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:
