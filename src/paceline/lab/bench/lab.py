@@ -109,12 +109,12 @@ def bench_lab(
 
 
 def known_rows(file: Path | None) -> dict[Case, dict[str, Any]]:
-    """The rows that a file has."""
+    """The rows that a file has, without those of cases that have failed."""
     if file is None or not file.exists():
         return {}
     names = Case.__dataclass_fields__
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {Case(**{name: row[name] for name in names}): row for row in rows}
+    return {Case(**{name: row[name] for name in names}): row for row in rows if "error" not in row}
 
 
 def timed(case: Case) -> dict[str, Any]:

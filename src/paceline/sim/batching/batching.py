@@ -37,8 +37,8 @@ AT_MOST = 64
 """How many workers are computed together. More fall out of a processor's cache."""
 LEAST = 4
 """A device takes as long for fewer, one by one."""
-PROBED = 16
-"""How many workers a probe computes together."""
+PROVEN = 16
+"""How many workers the first joint computation of a kind has, which is compared."""
 KINDS = 32
 """How many kinds of calls there may be: each has a copy of the model."""
 RECORDED_AFTER = 2
@@ -142,7 +142,7 @@ class Batching:
         self._repeating, self._apart = repeating, Apart(device)
         self._at_most = AT_MOST if repeating is None else repeating.at_most
         self._least = 2 if repeating is None else repeating.least
-        self._replays = 0
+        self._replays = self._probed = 0
         self._why_not_recorded: str | None = None
         self._members: list[Member] = []
         self._kinds: dict[Hashable, Kind] = {}
@@ -288,12 +288,12 @@ class Batching:
         try:
             if not kind.is_proven:
                 kind.is_random = self._in_torch_alone(
-                    kind, lambda: prove(kind.program, cases[:PROBED])
+                    kind, lambda: prove(kind.program, cases[:PROVEN])
                 )
-                first = not any(k.is_proven for k in self._kinds.values())
-                if self._mode == "auto" and first and self._repeating is None:
-                    refuse_slower(kind.program, cases[:PROBED])
                 kind.is_proven = True
+            if self._mode == "auto" and self._repeating is None and len(cases) >= 2 * self._probed:
+                self._probed = len(cases)
+                refuse_slower(kind.program, cases, calls)
             return self._in_torch_alone(kind, lambda: joint_of(kind.program, cases))
         except Cannot:
             raise

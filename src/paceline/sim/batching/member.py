@@ -12,8 +12,17 @@ from torch import Tensor
 
 from paceline.sim.batching.boundary import Boundary, Forward
 from paceline.sim.batching.enrollment import Enrollment
-from paceline.sim.batching.joint import Arguments, Cannot, Joint, Place, Tensors
+from paceline.sim.batching.joint import (
+    Arguments,
+    Cannot,
+    Joint,
+    Place,
+    Program,
+    Tensors,
+    tensors_in,
+)
 from paceline.sim.batching.likeness import Likeness
+from paceline.sim.batching.proof import some_gradients
 from paceline.sim.batching.recorded import Recorded
 from paceline.sim.batching.row import Row
 
@@ -137,6 +146,36 @@ class Call:
         self.reached: Sequence[bool] | None = None
         self.size: Callable[[], float] | None = None
         self.direct = False
+
+    def compute_alone(self, program: Program) -> None:
+        """Compute the gradient as the worker would by itself, to see how long that takes."""
+        model, buffers = self.member.model, [*self.member.buffers().values()]
+        kept = [buffer.clone() for buffer in buffers]
+        args, kwargs = self.arguments.with_tensors(self.inputs)
+        with torch.enable_grad(), program.casting(self.member.x.device):
+            outputs = tensors_in(type(model).forward(model, *args, **kwargs))
+        outputs = [output for output in outputs if output.requires_grad]
+        trained = [p for p in self.member.parameters if p.requires_grad]
+        torch.autograd.grad(outputs, trained, some_gradients(outputs), allow_unused=True)
+        for buffer, before in zip(buffers, kept, strict=True):
+            buffer.copy_(before)
+
+    def pass_through_autograd(
+        self,
+        outputs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        found: Sequence[Tensor | None],
+    ) -> None:
+        """Have gradients go the way to the parameters, to see how long that takes."""
+        rows, parameters = [output.data for output in outputs], self.member.parameters
+        pairs = [*zip(rows, grads, strict=True)]
+        fixed = [row for row, grad in pairs if grad is None]
+        apply: Any = Boundary.apply
+        own = apply(lambda _: found, rows, fixed, *parameters)
+        ends = [end for end, grad in zip(own, grads, strict=True) if grad is not None]
+        given = [grad for grad in grads if grad is not None]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        torch.autograd.grad(ends, trained, given, allow_unused=True)
 
     def result(self) -> Any:
         """What the model returns to this worker."""
