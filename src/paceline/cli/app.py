@@ -20,6 +20,7 @@ from paceline.cli.options import (
     CheckpointOptions,
     Device,
     FaultOptions,
+    FullOptions,
     GlobalBatchSize,
     Listen,
     Log,
@@ -35,7 +36,7 @@ from paceline.cli.options import (
     command,
     refuse_together,
 )
-from paceline.cli.screen import show_result
+from paceline.cli.screen import Screen, show_result
 from paceline.cli.task import choose_out, find_task
 from paceline.cli.train import Job, join_hosts, join_run, replay_run
 from paceline.common.options import at_least, one_of
@@ -498,6 +499,7 @@ def calibrate(
 @command(app)
 def papers(
     output: OutputOptions,
+    larger: FullOptions,
     name: Annotated[
         str | None, Argument(metavar="[CLAIM]", help="One claim. [default: all]")
     ] = None,
@@ -508,12 +510,9 @@ def papers(
         bool, Option("--sweep", help="Make the file of learning rates; continues an earlier sweep.")
     ] = False,
     full: Annotated[
-        bool, Option("--full", help="Use whole data sets and more seeds; takes hours.")
+        bool,
+        Option("--full", help="Test the claims about accuracy in longer runs, rates included."),
     ] = False,
-    data: Annotated[
-        Path | None,
-        Option("--data", help="Folder with CIFAR-10, Fashion-MNIST and BANKING77, for --full."),
-    ] = None,
     seed: Annotated[int, Option("--seed", help="Seed of the experiments.")] = 0,
     rates: Annotated[
         Path | None, Option("--rates", help="File of learning rates. [default: the recorded one]")
@@ -527,9 +526,39 @@ def papers(
     from paceline.cli import papers as p
 
     check_seed(seed)
-    choice = p.Choice(name=name, seed=seed, full=full, data=data, rates=rates, out=out)
+    larger.check(full)
+    if full:
+        if sweep or rates is not None:
+            option = "--sweep" if sweep else "--rates"
+            raise UsageError(f"{option} must not be given with --full: it sweeps its own rates")
+        _papers_full(output.screen(), name, list_, seed, larger, out)
+        return
+    choice = p.Choice(name=name, seed=seed, rates=rates, out=out)
     act = p.list_claims if list_ else p.sweep_rates if sweep else p.try_claims
     act(output.screen(), choice)
+
+
+def _papers_full(
+    screen: Screen, name: str | None, list_: bool, seed: int, larger: FullOptions, out: Path | None
+) -> None:
+    """The full form of the claims."""
+    from paceline.cli import papers_full as p
+    from paceline.lab.papers.full.setup import Extent
+
+    extent = Extent(
+        seed=seed,
+        scale=larger.scale,
+        data=larger.data,
+        device=larger.device,
+        batched=larger.batched,
+    )
+    choice = p.FullChoice(
+        name=name, extent=extent, out=out, minutes=larger.minutes, processes=larger.processes
+    )
+    if list_:
+        p.list_full(screen, choice)
+    elif code := p.try_full(screen, choice):
+        raise typer.Exit(code)
 
 
 @command(app)

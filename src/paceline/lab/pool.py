@@ -29,24 +29,45 @@ def run_jobs(
         run: runs one job in this process; used if there is only one job or one process.
         processes: the number of processes.
     """
-    if min(processes, len(jobs)) <= 1:
-        for job in jobs:
+    todo = iter(jobs)
+    yield from run_next(lambda: next(todo, None), program, run, min(processes, len(jobs)))
+
+
+def run_next(
+    next_job: Callable[[], str | None], program: str, run: Callable[[str], str], processes: int
+) -> Iterator[tuple[str, str]]:
+    """The same where results decide what comes next.
+
+    ``next_job`` is asked whenever a process is idle; None: nothing before the next result.
+    """
+    if processes <= 1:
+        while (job := next_job()) is not None:
             yield job, run(job)
         return
     todo: SimpleQueue[str | None] = SimpleQueue()
     done: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    for item in [*jobs, *[None] * processes]:
-        todo.put(item)
-    workers = [_JobProcess(program, todo, done) for _ in range(min(processes, len(jobs)))]
+    workers: list[_JobProcess] = []
+    busy = 0
     try:
-        for _ in jobs:
+        while True:
+            while busy < processes and (job := next_job()) is not None:
+                if busy == len(workers):
+                    workers.append(_JobProcess(program, todo, done))
+                todo.put(job)
+                busy += 1
+            if not busy:
+                return
             job, result = done.get()
+            busy -= 1
             if not result:
                 raise PacelineError("a process of the pool ended before it answered")
             yield job, result
     finally:
         for worker in workers:
-            worker.end()
+            worker.kill()
+            todo.put(None)
+        for worker in workers:
+            worker.join()
 
 
 class _JobProcess:
@@ -75,10 +96,13 @@ class _JobProcess:
                 self._process.stdin.flush()
             done.put((job, self._process.stdout.readline()))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the process, whatever it is doing."""
+        self._process.kill()
+
+    def join(self) -> None:
+        """Wait until nothing of it is left; it was killed, and None came for its thread."""
         with suppress(OSError), self._process:
-            self._process.kill()
             self._thread.join()
 
 
