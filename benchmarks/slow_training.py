@@ -416,6 +416,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     program, argument = map(json.loads, sys.argv[1:])
     print(json.dumps(find(program)(argument)), flush=True)
+    os._exit(0)  # on a slow link, gloo's threads may abort the interpreter's own end
 
 
 if __name__ == "__main__":

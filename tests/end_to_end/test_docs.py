@@ -5,22 +5,37 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
-import sys
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from support import warm
-from support.hermetic import outside
+import typer
+from documentation.navigation import (
+    navigation,
+    navigation_problems,
+    pages_in,
+    pages_of_docs,
+)
+from support.pages import (
+    DOCS,
+    ROOT,
+    SESSIONS,
+    Block,
+    all_pages,
+    blocks_of,
+    name_of,
+    pages,
+    prose_of,
+    run,
+)
 
 import paceline as pl
+from paceline.cli.app import app
 from paceline.comm import ports
 from paceline.common.faults import KINDS, Fault
-from paceline.lab.tasks.recipe import FOLDERS
 from paceline.sim.cluster import (
     PRESETS,
     CollectiveCosts,
@@ -32,91 +47,23 @@ from paceline.sim.cluster import (
     load_cluster,
 )
 from paceline.sim.models import MODELS, StandsFor
-
-ROOT = Path(__file__).resolve().parents[2]
-RUN_LIMIT_S = 100
-INSTALLED = ("paceline doctor", "paceline strategies")
-
-
-class Block(NamedTuple):
-    """A fenced block of a page: its language, the number of its first line, its lines."""
-
-    page: Path
-    language: str
-    first: int
-    lines: list[str]
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.first}"
-
-
-def pages() -> list[Path]:
-    """The pages whose blocks are run."""
-    named = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    return [page for page in named if page.exists()] + sorted((ROOT / "docs").glob("*.md"))
-
-
-def all_pages() -> list[Path]:
-    """Every Markdown file of the repository."""
-    found = ROOT.rglob("*.md")
-    outside = {"runs", "build", "dist", "node_modules"}
-    return sorted(
-        page
-        for page in found
-        if not any(p.startswith(".") or p in outside for p in page.relative_to(ROOT).parts)
-    )
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    block, fence = None, ""
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-        opening = re.match(r"(`{3,}|~{3,})\s*(\w*)", line)
-        if block is None and opening:
-            fence, block = opening[1], Block(page, opening[2], number + 1, [])
-        elif block is not None and line.rstrip() == fence:
-            yield block
-            block = None
-        elif block is not None:
-            block.lines.append(line)
-    assert block is None, f"{page.name}:{block.first - 1}: a block that does not end"
+from paceline.strategies import STRATEGIES
 
 
 def blocks(language: str) -> list[Block]:
-    return [b for page in pages() for b in blocks_of(page) if b.language == language]
+    """The blocks of all pages but the sessions, which test_sessions.py runs."""
+    found = [b for page in pages() if page not in SESSIONS for b in blocks_of(page)]
+    return [block for block in found if block.language == language]
 
 
 def commands() -> list[tuple[Block, str]]:
-    """The commands of the shell blocks, each in one line."""
+    """The commands of the shell blocks, each in one line; not those that install Paceline."""
     found = []
     for block in blocks("sh"):
         text = "\n".join(block.lines).replace("\\\n", " ")
-        found += [(block, line.strip()) for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        found += [(block, line) for line in lines if block.title != "install"]
     return found
-
-
-def run(command: list[str], folder: Path) -> None:
-    """Run a program that must succeed, with our programs first in the path.
-
-    Some commands run by the programs that are installed, the others by those that start faster.
-    """
-    installed = any(text.startswith(INSTALLED) for text in command)
-    first = Path(sys.executable).parent if installed else warm.programs()
-    path = os.pathsep.join([str(first), os.environ.get("PATH", "")])
-    roots = os.environ[outside.ROOTS]
-    if "paceline doctor" in command:  # it looks for data
-        roots = os.pathsep.join([roots, FOLDERS[0]])
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PATH": path, outside.ROOTS: roots},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}"
 
 
 def test_there_are_pages_and_they_hold_programs():
@@ -127,7 +74,7 @@ def test_there_are_pages_and_they_hold_programs():
 @pytest.mark.parametrize(
     "page",
     sorted({block.page for block in blocks("python")}),
-    ids=lambda page: page.name,
+    ids=name_of,
 )
 def test_the_programs_of_a_page_run(page, tmp_path):
     """All blocks of a page are one script, whose lines have the same numbers as on the page."""
@@ -171,7 +118,7 @@ def test_a_command_of_a_page_succeeds(line, root):
 
 def test_the_architecture_names_files_and_functions_that_are_there():
     """Of ``file``, ``function`` and of paths alone, in the walk and in the table."""
-    text, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "paceline"
+    text, source = (DOCS / "architecture.md").read_text(), ROOT / "src" / "paceline"
     paths = re.findall(r"`([a-z_/]+(?:\.py|/))`", text)
     hops = re.findall(r"`([a-z_/]+\.py)`, `(?:\w+\.)?(\w+)`", text)
     assert len(paths) > 20 and len(hops) > 6
@@ -189,32 +136,57 @@ def test_the_scripts_that_pages_call_are_there():
             assert script.is_file() and os.access(script, os.X_OK), f"{block}: {word}"
 
 
-def prose_of(page: Path) -> str:
-    """A page without its blocks."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r"^(`{3,}|~{3,}).*?^\1\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
+def links_in(text: str) -> Iterator[str]:
+    """The targets of a text's links within the repository, without anchors; code is ignored."""
+    yield from (target.partition("#")[0] for target in targets_in(text) if target[0] != "#")
 
 
-def links_of(page: Path) -> Iterator[str]:
-    """The targets of a page's links within the repository; code is ignored."""
-    text = re.sub(r"`[^`\n]*`", "", prose_of(page))
+def targets_in(text: str) -> Iterator[str]:
+    """The targets of a text's links within the repository."""
+    text = re.sub(r"`[^`\n]*`", "", text)
     targets = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
     targets += re.findall(r"^\[[^\]]+\]:\s*<?([^\s>]+)", text, flags=re.MULTILINE)
     targets += re.findall(r"\b(?:href|src)=\"([^\"]+)\"", text)
-    for target in targets:
-        if not re.match(r"[a-z][a-z0-9+.-]*:|//|#", target, flags=re.IGNORECASE):
-            yield target.partition("#")[0]
+    yield from (t for t in targets if not re.match(r"[a-z][a-z0-9+.-]*:|//", t, re.IGNORECASE))
 
 
-@pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that a code host gives to the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", prose_of(page), flags=re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).lower()).replace(
+            " ", "-"
+        )
+        for text in headings
+    }
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=name_of)
 def test_links_are_not_broken(page):
-    for target in links_of(page):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target in targets_in(prose_of(page)):
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            made = "examples.md" in path or anchor.startswith("paceline.")  # on the site alone
+            assert made or anchor in anchors_of(there), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    named = pages_in(navigation())
+    assert navigation_problems(pages_of_docs(), named) == []
+    assert navigation_problems(pages_of_docs() | {"stray.md"}, named) == [
+        "stray.md is not in the navigation"
+    ]
+    assert navigation_problems(pages_of_docs() - {"gpu.md"}, [*named, "faults.md"]) == [
+        "the navigation names gpu.md, which is not there",
+        "the navigation names faults.md twice",
+    ]
 
 
 def words_of(page: str) -> set[str]:
     """The names in a page's code, inline and in blocks."""
-    path = ROOT / "docs" / page
+    path = DOCS / page
     code = re.findall(r"`([^`]+)`", prose_of(path))
     code += [line for block in blocks_of(path) for line in block.lines]
     return set(re.findall(r"[\w-]+", " ".join(code)))
@@ -262,7 +234,9 @@ def test_the_tutorial_names_every_method_and_class_attribute():
     assert wanted <= words_of("writing-a-strategy.md")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/checkpoints.md", "docs/loops.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/how-to/resume.md", "docs/how-to/evaluation.md"]
+)
 def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
     """One is restarted and one joins late; by then their first epochs are over."""
     source = next(b for b in blocks_of(ROOT / page) if "def train(worker" in "\n".join(b.lines))
@@ -294,3 +268,63 @@ def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
     result = pl.simulate(train, workers=3, **how)
     assert result.joined_workers == 2
     assert begun[1, 2] > 0 and begun[2, 1] > 0, "each had an epoch without a batch"
+
+
+# Choosing a method -------------------------------------------------------------------------------
+
+FIGURE = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def paragraphs_with_figures() -> Iterator[tuple[str, set[Path]]]:
+    """Those of the decision page and of the pages on other libraries, with their sources."""
+    for page in [DOCS / "choose.md", *sorted((DOCS / "coming-from").glob("*.md"))]:
+        for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose_of(page)):
+            if paragraph.startswith("**Figures.**") or "slow-network.md" in paragraph:
+                yield paragraph, {page.parent / target for target in links_in(paragraph)}
+
+
+def test_every_figure_is_on_a_page_that_is_named_as_its_source():
+    """As words: a number that is a part of another one does not count."""
+    found = [*paragraphs_with_figures()]
+    assert len(found) >= 11
+    for paragraph, sources in found:
+        numbers = {*FIGURE.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", paragraph))}
+        words = {*FIGURE.findall("\n".join(source.read_text() for source in sources))}
+        assert sources and numbers <= words, f"{ {*numbers - words} } of: {paragraph}"
+
+
+def shown_commands() -> list[tuple[Block, str]]:
+    """The commands in blocks that are not run here; what follows two spaces explains them."""
+    found = [*blocks("text"), *(b for page in SESSIONS for b in blocks_of(page))]
+    return [
+        (block, re.split(r" {2,}| &$| \|\| ", line.strip())[0])
+        for block in found
+        for line in block.lines
+        if line.strip().startswith("paceline ")
+    ]
+
+
+def test_commands_that_are_only_shown_have_the_options_that_they_use():
+    whole = typer.main.get_command(app)
+    assert len(shown_commands()) > 20
+    for block, line in shown_commands():
+        name, *arguments = shlex.split(line)[1:]
+        command = whole.get_command(None, name)
+        assert command is not None, f"{block}: {line}"
+        try:
+            command.make_context(name, arguments)
+        except Exception as error:  # typer's own, which come from no public module
+            raise AssertionError(f"{block}: {line}: {error}") from None
+
+
+def test_the_reference_has_every_method_command_and_public_name():
+    methods = (DOCS / "reference" / "methods.md").read_text()
+    assert {*re.findall(r"<!-- method: (\S+) -->", methods)} == {*STRATEGIES}
+    commands = (DOCS / "reference" / "command-line.md").read_text()
+    listed = typer.main.get_command(app).list_commands(None)
+    assert {*re.findall(r"^\| `([a-z]+)` \|", commands, re.M)} == {*listed}
+    api = "".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
+    named = {*re.findall(r"<!-- api: paceline\.(\w+) -->", api)}
+    assert named == {*pl.__all__} - {"__version__"}
+    table = (DOCS / "reference" / "api" / "README.md").read_text()
+    assert named <= {*re.findall(r"`pl\.(\w+)`", table)}

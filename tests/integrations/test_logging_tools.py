@@ -207,7 +207,7 @@ def test_a_run_goes_on_without_an_mlflow_that_has_errors(monkeypatch, broken_ser
 
 
 def test_real_workers_are_logged_by_the_command_line(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "loggers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text()
     (line,) = [one for one in page.splitlines() if one.startswith("paceline run --log")]
     program = [sys.executable, "-m", *shlex.split(line)]
     subprocess.run(program, cwd=tmp_path, check=True)

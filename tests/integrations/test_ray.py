@@ -76,7 +76,7 @@ def happened(folder, event):
 
 def test_a_worker_of_a_lost_node_comes_back_on_another(cluster, script, tmp_path):
     script(until_incarnation=2)
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "ray.md").read_text()
     (line,) = re.findall(r"^paceline run .* --on ray .*$", page, re.M)
     run = begin(cluster, tmp_path, "-m", *shlex.split(line.replace("-w 8", "-w 2")))
     cluster.kill(1)

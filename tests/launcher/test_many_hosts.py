@@ -42,8 +42,8 @@ HOW |= {"stderr": subprocess.STDOUT}
 
 
 def page_commands():
-    """The commands of the page on clusters: the launcher's, and the agent's."""
-    text = (ROOT / "docs" / "clusters.md").read_text()
+    """The commands of the page on many hosts: the launcher's, and the agent's."""
+    text = (ROOT / "docs" / "how-to" / "many-hosts.md").read_text()
     return re.findall(r"^paceline run .*(?:--listen|--join) .*$", text, re.M)
 
 

@@ -40,8 +40,8 @@ print("rank", worker.rank, "has ended", flush=True)
 
 
 def page_commands():
-    text = (ROOT / "docs" / "clusters.md").read_text()
-    return re.findall(r"^torchrun .*$", text, re.M)
+    text = (ROOT / "docs" / "how-to" / "launchers.md").read_text()
+    return re.findall(r"^torchrun --nnodes .*$", text, re.M)
 
 
 def start_on(network, host, command, folder, victim):

@@ -103,7 +103,7 @@ def _lines(paragraph: str) -> list[str]:
     return [without_markup(" ".join(body.split()))]
 
 
-def _rows(table: str) -> list[tuple[str, str]]:
+def rows_of(table: str) -> list[tuple[str, str]]:
     """The rows of a table below its header: all columns but the last, and the last."""
     rule, _, _, *lines = table.splitlines()
     last = rule.rindex(" ") + 1
@@ -168,7 +168,7 @@ def _part(heading: str, paragraphs: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _symbols(table: str, width: int) -> Iterator[str]:
-    rows = _rows(table)
+    rows = rows_of(table)
     column = 2 + max(len(symbol) for symbol, _ in rows)
     for symbol, meaning in rows:
         yield from _wrap(f"{symbol:<{column}}{meaning}", width, hang=column)

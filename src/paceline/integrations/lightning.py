@@ -136,7 +136,8 @@ class PacelineStrategy(OnWorker, SingleDeviceStrategy):
             raise UsageError(
                 "trainer.estimated_stepping_batches needs the number of a worker's steps, which"
                 f" depends under {strategy_spec(self.worker.strategy)} on how fast it is: drive the"
-                " schedule by trainer.strategy.worker.progress (docs/loops.md), or give max_steps"
+                " schedule by trainer.strategy.worker.progress (docs/how-to/schedules.md), or give"
+                " max_steps"
             )
         paced.looks_ahead = True
         return Epochs(paced, trainer, self)

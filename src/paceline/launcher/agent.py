@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from paceline._version import __version__
 from paceline.comm.hosts.here import this_host
 from paceline.comm.hosts.line import JsonLine
+from paceline.comm.hosts.refusals import Refusals
 from paceline.comm.hosts.secret import Secret
 from paceline.comm.hosts.wire import BEAT_S
 from paceline.comm.limits import Limits
@@ -35,9 +35,6 @@ from paceline.launcher.supervisor import threads_per_rank
 
 GIVE_UP_S = 60.0
 """How long an agent that most hosts do not confirm waits for a launcher that it has lost."""
-
-REFUSALS = 5
-"""An agent that was refused so often, and never heard, ends."""
 
 
 def join(
@@ -264,30 +261,6 @@ class Agent:
             self._hear()
         self._context.destroy(linger=200 if is_there else 0)
         os.close(self._nothing)
-
-
-class Refusals:
-    """How often what listens at an address has refused to speak with a socket.
-
-    Args:
-        peer: the socket, which has not connected yet.
-    """
-
-    def __init__(self, peer: zmq.Socket[bytes]) -> None:
-        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        events = failed | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._events = peer.get_monitor_socket(events)
-        self._count, self._has_met = 0, False
-
-    def are_final(self) -> bool:
-        """Whether it will refuse for good: it has done nothing else, and often."""
-        while self._events.poll(0):
-            event = recv_monitor_message(self._events)["event"]
-            self._has_met |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            # ZeroMQ comes again after a closed connection alone: the other end may be starting.
-            again = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            self._count += 1 if again else REFUSALS
-        return not self._has_met and self._count >= REFUSALS
 
 
 def own_address(host: str, port: int) -> str:

@@ -37,6 +37,7 @@ def connect_beside_registrar(
         elastic: whether the others go on when one is lost.
     """
     try:
+        from paceline.comm.hosts.refusals import await_admission
         from paceline.comm.hosts.secret import Secret
         from paceline.comm.hosts.world import HostsPorts
         from paceline.comm.hosts.zeromq import ZmqWire
@@ -55,10 +56,12 @@ def connect_beside_registrar(
         facts = {"token": token.hex(), "encrypted": encrypted, "limits": asdict(limits)}
         _start_registrar(at_rank_0, {**facts, "size": process.size, "workers": workers})
     host = f"[{process.address}]" if ":" in process.address else process.address
+    registrar, secret = f"tcp://{host}:{port}", Secret(token, encrypted)
+    await_admission(registrar, secret, limits)
     return HostsPorts(
-        f"tcp://{host}:{port}",
+        registrar,
         own,
-        ZmqWire(Secret(token, encrypted), limits.dead_s),
+        ZmqWire(secret, limits.dead_s),
         process.rank,
         process.size,
         limits,

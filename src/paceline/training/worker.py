@@ -87,8 +87,8 @@ class Worker:
         An iteration that is left (``break``) after a step has had its epoch: the next one is over
         the next epoch, and what was drawn for no step counts for none. One that is left before any
         step was a look, as by ``next(iter(loader))``: the next one goes over the same epoch, and
-        nothing has changed; docs/loops.md has the whole rule. From a queue, whoever begins an epoch
-        ends the one before for all. A worker may get no batch at all in an epoch.
+        nothing has changed; docs/how-to/data.md has the whole rule. From a queue, whoever begins an
+        epoch ends the one before for all. A worker may get no batch at all in an epoch.
 
         Args:
             loaders: map-style or iterable; ``batch_size`` is that of one worker. Given again, a

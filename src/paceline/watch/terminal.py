@@ -57,7 +57,7 @@ def _facts(totals: dict[str, Any]) -> Table:
         "steps": number(totals["steps"]),
         "sent": size(totals["bytes"]),
     }
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in shown:
         table.add_column(name, justify="right")
     table.add_row(*shown.values())
@@ -65,7 +65,7 @@ def _facts(totals: dict[str, Any]) -> Table:
 
 
 def _workers(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("worker", "state", "steps", "samples/s", "waiting", "staleness", "sent", "loss"):
         table.add_column(name, justify="left" if name == "state" else "right")
     for row in rows:
@@ -91,7 +91,7 @@ def _charts(charts: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
+def sparkline(values: Sequence[float], width: int = 32) -> str:
     """A line of bars, as high as the values.
 
     >>> sparkline([0.0, 1.0, 2.0, 3.0])

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.worlds import on_hosts
 
 from paceline.comm.hosts.collectives import _NAME, _pack_ranks
-from paceline.comm.hosts.journal import Journal
 from paceline.comm.hosts.link import Topic
-from paceline.comm.hosts.registrar import Registrar
-from paceline.comm.hosts.registrar_process import at_descriptor
-from paceline.comm.hosts.secret import Secret, new_token
-from paceline.comm.hosts.world import HostsPorts
-from paceline.comm.hosts.zeromq import ZmqWire
-from paceline.comm.limits import Limits
 from paceline.comm.standing import Standing
 from paceline.errors import PeerLost
 
 SIZE, LOST = 3, 2
 pytestmark = on_hosts
-
-
-@pytest.fixture
-def world():
-    """A registrar and three ranks, all in this process."""
-    limits, secret = Limits(progress_limit_s=20.0), Secret(new_token(), encrypted=False)
-    registrar, journal = Registrar(SIZE, SIZE, (), limits.dead_s), Journal.create()
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
-        process = at_descriptor(registrar, os.dup(listener.fileno()), journal, secret, limits)
-        threading.Thread(target=process.run, daemon=True).start()
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        ranks = [
-            HostsPorts(address, "127.0.0.1", ZmqWire(secret, limits.dead_s), rank, SIZE, limits)
-            for rank in range(SIZE)
-        ]
-        yield registrar, ranks, threads
-        for rank in ranks:
-            rank.link.close()
 
 
 def withhold(rank, heard, topics=(Topic.COLLECT,)):

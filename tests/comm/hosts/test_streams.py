@@ -9,15 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.hosts import streams
+from paceline.comm.hosts.near import NearMemory, NearView
 from paceline.comm.hosts.streams import InStream, OutStream, Part
+
+SLOTS = 2
 
 
 class Wire:
     """A connection that may break: then all that is on its way is lost, in both directions."""
 
-    def __init__(self) -> None:
+    def __init__(self, near: bool = False) -> None:
         self.outbox, self.inbox = OutStream(), InStream()
+        self.memory, self.view = NearMemory(SLOTS) if near else None, None
+        self.outbox.window = SLOTS if near else 4
         self.parts: list[Part] = []
+        self.late: list[Part] = []
         self.acknowledged: list[int] = []
         self.arrived: list[tuple[bytes, bytes]] = []
 
@@ -26,19 +32,33 @@ class Wire:
             if len(self.parts) >= room:
                 self.outbox.unsend()
                 return
-            self.parts.append(part._replace(chunk=bytes(part.chunk)))
+            put = self.memory.put if self.memory else lambda number, chunk: bytes(chunk)
+            self.parts.append(part._replace(chunk=put(part.number, part.chunk)))
 
     def deliver(self):
-        if self.parts and (message := self.inbox.add(self.parts.pop(0))) is not None:
+        if self.parts:
+            self.take(self.parts.pop(0))
+
+    def take(self, part):
+        if self.memory:
+            self.view = self.view or NearView(part.chunk)
+            part = part._replace(chunk=self.view.part(part.chunk))
+        if (message := self.inbox.add(part)) is not None:
             meta, body = message
             self.arrived.append((meta, body.numpy().tobytes()))
         self.acknowledged.append(self.inbox.last)
+
+    def straggle(self):
+        """A part arrives that an earlier connection had on its way."""
+        if self.late:
+            self.take(self.late.pop(0))
 
     def acknowledge(self, now_s=0.0):
         while self.acknowledged:
             self.outbox.acknowledge(self.acknowledged.pop(0), now_s)
 
     def break_down(self):
+        self.late += self.parts
         self.parts.clear()
         self.acknowledged.clear()
 
@@ -47,15 +67,16 @@ class Wire:
 
 
 MESSAGES = st.lists(st.tuples(st.binary(max_size=3), st.binary(max_size=60)), max_size=8)
-ACTS = st.lists(st.sampled_from(["send", "deliver", "acknowledge", "break", "tight"]), max_size=80)
+KINDS = ("send", "deliver", "acknowledge", "break", "tight", "straggle")
+ACTS = st.lists(st.sampled_from([*KINDS]), max_size=80)
 
 
+@pytest.mark.parametrize("near", [False, True])
 @given(MESSAGES, ACTS)
-def test_each_message_arrives_once_and_in_order(messages, acts):
+def test_each_message_arrives_once_and_in_order(near, messages, acts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "PART_BYTES", 16)
-        patch.setattr(streams, "WINDOW", 4)
-        wire, waiting = Wire(), [*messages]
+        wire, waiting = Wire(near), [*messages]
         for act in [*acts, *["break"] * bool(acts)]:
             if waiting:
                 meta, body = waiting.pop(0)
@@ -69,6 +90,8 @@ def test_each_message_arrives_once_and_in_order(messages, acts):
                     wire.deliver()
                 case "acknowledge":
                     wire.acknowledge()
+                case "straggle":
+                    wire.straggle()
                 case "break":
                     wire.break_down()
                     wire.connect_again()

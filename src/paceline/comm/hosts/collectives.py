@@ -280,10 +280,11 @@ class Participant:
         with self._link.changed:  # nobody can have concluded without this rank
             if self._find_lost(self.others):
                 raise MemberLost
-        is_pair = self.arrival.op == _BROADCAST or len(self.members) == 2
-        if is_pair or x.nbytes <= WHOLE_BYTES:
+        if self.arrival.op == _BROADCAST or x.nbytes <= WHOLE_BYTES:
             return sum_whole(self, x)
         self._find_hosts()
+        if len(self.members) == 2 and not self.all_near:
+            return sum_whole(self, x)
         is_chain = chain_is_shorter([*self._hosts.values()])
         return sum_along(self, x) if is_chain else sum_slices(self, x)
 
@@ -316,6 +317,11 @@ class Participant:
     def outbound(self) -> Outbound:
         """What sends the parts of large vectors."""
         return Outbound(self, self._allowance)
+
+    @property
+    def all_near(self) -> bool:
+        """Whether all members are on one host."""
+        return len(set(self._hosts.values())) == 1
 
     def is_near(self, rank: int) -> bool:
         """Whether a member is on the host of this rank."""

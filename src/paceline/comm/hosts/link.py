@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.comm.hosts.near import NearMemory, NearView
 from paceline.comm.hosts.roll import Roll
-from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, InStream, OutStream, Part
+from paceline.comm.hosts.streams import ACK_EVERY, PART_BYTES, WINDOW, InStream, OutStream, Part
 from paceline.comm.hosts.wire import BEAT_S, Bytes, Connection, Listener, Wire
 from paceline.comm.limits import Limits
 from paceline.comm.liveness import TICK_S, Watch
@@ -36,7 +37,7 @@ REPEAT_S = 0.5
 """After so long without a reply, an order is sent again."""
 _VERSION = 1
 _HEAD = struct.Struct("<BBIIIQQ")
-_FIRST, _LAST, _ON_DATA, _ACK = 1, 2, 4, 8
+_FIRST, _LAST, _ON_DATA, _ACK, _NEAR = 1, 2, 4, 8, 16
 _MAX_FRAME = PART_BYTES + (1 << 16)
 
 
@@ -92,6 +93,9 @@ class Peer:
         outboxes, inboxes: the streams to it, and from it.
         owed: the streams from it of which it is to hear how far they have come.
         connections: for control and for data, once it is known where it listens.
+        slots: how many parts the memory holds through which this rank hands it large messages; 0
+            if it does not see that memory.
+        sees: whether this rank sees what the other hands it so.
     """
 
     def __init__(self, rank: int, theirs: int, own: int) -> None:
@@ -101,6 +105,34 @@ class Peer:
         self.inboxes = (InStream(), InStream())
         self.owed: set[int] = set()
         self.connections: list[Connection] = []
+        self.slots, self.sees = 0, True
+        self._memory: NearMemory | None = None
+        self._view: NearView | None = None
+
+    def use_memory(self, slots: int) -> None:
+        """Hand large messages through memory from now on, or no more."""
+        if slots != self.slots:
+            self.slots, data = slots, self.outboxes[DATA]
+            data.window = slots or WINDOW
+            data.rewind()
+
+    def hand(self, part: Part) -> tuple[int, Bytes]:
+        """The bytes of a part of a large message as they travel, and the flag that says how."""
+        if not self.slots:
+            return 0, part.chunk
+        if self._memory is None:
+            self._memory = NearMemory(self.slots)
+        return _NEAR, self._memory.put(part.number, part.chunk)
+
+    def see(self, place: Bytes) -> Bytes | None:
+        """A part that the other has handed through memory; None if this rank cannot see it."""
+        try:
+            if self._view is None:
+                self._view = NearView(place)
+        except OSError:  # another user's, or the sender is gone
+            self.sees = False
+            return None
+        return self._view.part(place)
 
     def look(self, now_s: float) -> None:
         """Send again what a connection has lost that broke."""
@@ -335,7 +367,7 @@ class RankLink:
         if not peer.connections and not self._open(peer):
             return
         for channel in [*peer.owed]:
-            flags = _ACK | (_ON_DATA if channel == DATA else 0)
+            flags = _ACK | (_ON_DATA if channel == DATA else 0) | (_NEAR if peer.sees else 0)
             head = self._head(peer, flags, peer.inboxes[channel].last, 0)
             if peer.connections[CONTROL].send(head):
                 peer.owed.discard(channel)
@@ -343,8 +375,9 @@ class RankLink:
             flags = _ON_DATA if channel == DATA else 0
             for part in outbox.due():
                 ends = _FIRST * part.first + _LAST * part.last
-                head = self._head(peer, flags | ends, part.number, part.total)
-                if not peer.connections[channel].send(head + part.meta, part.chunk):
+                how, chunk = peer.hand(part) if channel == DATA else (0, part.chunk)
+                head = self._head(peer, flags | ends | how, part.number, part.total)
+                if not peer.connections[channel].send(head + part.meta, chunk):
                     outbox.unsend()
                     break
 
@@ -357,6 +390,7 @@ class RankLink:
         if not entry.addresses or self._over:
             return False
         peer.connections = [self.wire.connect(address) for address in entry.addresses]
+        peer.use_memory(self.wire.slots if entry.host == self.wire.place[0] else 0)
         return True
 
     def _head(self, peer: Peer, flags: int, number: int, total: int) -> bytes:
@@ -469,12 +503,18 @@ class RankLink:
         if flags & _ACK:
             stream = DATA if flags & _ON_DATA else CONTROL
             peer.outboxes[stream].acknowledge(number, self.wire.now_s())
+            if not flags & _NEAR:
+                peer.use_memory(0)
             for other in [*self._peers.values()]:  # a message to another rank may wait for this
                 self._pump(other)
             self.changed.notify_all()
         elif len(frames) == 2:
             first, last = bool(flags & _FIRST), bool(flags & _LAST)
-            part = Part(number, first, last, total, head[_HEAD.size :], frames[1])
+            chunk = peer.see(frames[1]) if flags & _NEAR else frames[1]
+            if chunk is None:
+                peer.owed.add(DATA)
+                return self._pump(peer)
+            part = Part(number, first, last, total, head[_HEAD.size :], chunk)
             message = peer.inboxes[channel].add(part)
             taken = peer.inboxes[channel].last
             if part.last or taken % ACK_EVERY == 0 or part.number != taken:

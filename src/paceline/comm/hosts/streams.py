@@ -71,9 +71,14 @@ class _Parcel:
 
 
 class OutStream:
-    """The sender's end of a stream."""
+    """The sender's end of a stream.
+
+    Attributes:
+        window: how many parts may be on their way.
+    """
 
     def __init__(self) -> None:
+        self.window = WINDOW
         self._parcels: deque[_Parcel] = deque()
         self._next = self._end = 1
         self._acknowledged = 0
@@ -94,7 +99,7 @@ class OutStream:
             if parcel.end <= self._next:
                 continue
             while self._next < parcel.end:
-                if self._next > self._acknowledged + WINDOW:
+                if self._next > self._acknowledged + self.window:
                     return
                 self._next += 1
                 yield parcel.part(self._next - 1)

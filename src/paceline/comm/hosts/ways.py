@@ -1,7 +1,7 @@
 """Three ways to sum vectors between hosts, all in the order of the members.
 
 *Whole*: every vector goes to every member, and each member sums them all. One message each way, so
-it is for small vectors, and for two members.
+it is for small vectors, and for two members on two hosts.
 
 *Slices*: each member gets one slice of every vector, sums it, and sends the sum to the others.
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 """The bytes of a chunk: few, so that others get their first one soon, but worth a message."""
+NEAR_CHUNK_BYTES = 1 << 20
+"""The same among members of one host: they hand them over faster than a message is made."""
 
 
 def chain_is_shorter(hosts: Sequence[str]) -> bool:
@@ -50,13 +52,13 @@ def chain_is_shorter(hosts: Sequence[str]) -> bool:
     return (1 if len(blocks) == 2 else 2) < slices
 
 
-def chunks_of(numel: int, itemsize: int, start: int = 0) -> list[range]:
+def chunks_of(numel: int, itemsize: int, start: int = 0, near: bool = False) -> list[range]:
     """The chunks of a part of a vector.
 
     >>> chunks_of(40_000, itemsize=4, start=100)
     [range(100, 16484), range(16484, 32868), range(32868, 40100)]
     """
-    most, stop = CHUNK_BYTES // itemsize, start + numel
+    most, stop = (NEAR_CHUNK_BYTES if near else CHUNK_BYTES) // itemsize, start + numel
     return [range(at, min(at + most, stop)) for at in range(start, stop, most)]
 
 
@@ -95,7 +97,7 @@ class _Slices:
         members, size = part.members, len(part.members)
         edges = [len(vector) * index // size for index in range(size + 1)]
         self._slices = {
-            rank: chunks_of(stop - start, vector.element_size(), start)
+            rank: chunks_of(stop - start, vector.element_size(), start, part.all_near)
             for rank, start, stop in zip(members, edges, edges[1:], strict=False)
         }
         self._own = deque(self._slices[part.rank])

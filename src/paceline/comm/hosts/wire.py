@@ -100,9 +100,12 @@ class Wire(Protocol):
 
     Attributes:
         place: names the host and the process.
+        slots: how many parts of a stream the memory holds through which ranks of one host hand
+            each other large messages.
     """
 
     place: tuple[str, int]
+    slots: int
 
     def listen(self, host: str, most_bytes: int) -> Listener:
         """Listen at an address of this host, for frames of up to so many bytes."""

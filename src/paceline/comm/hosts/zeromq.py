@@ -15,6 +15,8 @@ from paceline.comm.hosts.probe import ZmqProbe
 from paceline.comm.hosts.secret import ZAP_ADDRESS, Secret
 from paceline.comm.hosts.wire import BEAT_S, Bytes, Connection, Listener, Wire
 
+SLOTS = 8
+"""More make nothing faster."""
 _HANDSHAKE = zmq.Event.HANDSHAKE_SUCCEEDED
 
 
@@ -102,6 +104,7 @@ class ZmqWire(Wire):
 
     def __init__(self, secret: Secret, dead_s: float) -> None:
         self._secret, self._dead_s, self.place = secret, dead_s, (this_host(), os.getpid())
+        self.slots = SLOTS
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)

@@ -21,6 +21,8 @@ _PATIENCE = 0.98
 """How likely a kernel tries once more to send over a link that is cut."""
 _CLOCKS_S = 1000.0
 """How much the clocks of two hosts may differ."""
+_SLOTS = 2
+"""As many parts as a large message has: the next one waits for room in memory."""
 
 Frames = tuple[Bytes, ...]
 
@@ -302,7 +304,7 @@ class StageWire(Wire):
 
     def __init__(self, network: Network, process: HostProcess) -> None:
         self._network, self._process, self._stage = network, process, network.stage
-        self.place = f"host{process.host}", process.pid
+        self.place, self.slots = (f"host{process.host}", process.pid), _SLOTS
         self._ends: list[StageConnection | StageListener] = []
         self._made: list[StageConnection] = []
         self._poller: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ _COUNTS = struct.Struct(f"<{len(TAGS)}I")
 _SEEN = struct.Struct("<II")
 SMALL, LARGE, SLICED = 3, 80_000, 20_000
 """Vectors of which one goes whole in one part, in two parts, and in slices."""
+FLOOD = 3
+"""How many large messages a worker leaves at once."""
 
 
 class Program:
@@ -224,9 +227,9 @@ class WorkerProgram(Program):
 
     # Messages and windows ------------------------------------------------------------------------
 
-    def _post(self, index: int, numel: int = SMALL) -> None:
-        """Leave a message with another worker, if there is room."""
-        if not (others := self._others()):
+    def _post(self, index: int, numel: int = SMALL, among: Sequence[int] = ()) -> None:
+        """Leave a message with another worker, or one of these, if there is room."""
+        if not (others := among or self._others()):
             return
         dst, tag = self.random.choice(others), self.random.choice(TAGS)
         self.ports.link.check()
@@ -238,6 +241,15 @@ class WorkerProgram(Program):
     def _shout(self, index: int) -> None:
         """Leave a large message with another worker: small ones overtake it."""
         self._post(index, LARGE)
+
+    def _flood(self, index: int) -> None:
+        """Leave several large messages with the workers of this host."""
+        near = [rank for rank in self._others() if self._is_near(rank)]
+        for _ in range(FLOOD if near else 0):
+            self._post(index, LARGE, near)
+
+    def _is_near(self, rank: int) -> bool:
+        return self.schedule.host_of(rank) == self._process.host
 
     def _look(self) -> None:
         """Take the messages that have come."""

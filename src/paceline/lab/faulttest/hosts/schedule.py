@@ -17,7 +17,7 @@ HOSTS = "hosts"
 """How the command, and the report of a campaign, name this world."""
 SYNCHRONOUS = ("sum", "slices", "broadcast")
 OWN = ("post", "shout", "publish", "peek", "shelve", "draw", "push", "rest")
-ACTS = (*SYNCHRONOUS, *OWN, "meet")
+ACTS = (*SYNCHRONOUS, *OWN, "meet", "flood")
 """What a worker may do. Who meets does nothing that needs all the others at once."""
 KINDS = ("kill", "stop", "cut", "drop", "join")
 
@@ -200,12 +200,21 @@ def draw_hosts(seed: int) -> HostsSchedule:
         apart=random.random() < 0.5,
         agents=random.random() < 0.4,
     )
-    if random.random() < 0.2:
+    if random.random() < 0.3:
         return _at_commit_point(schedule, random)
+    schedule = _with_floods(schedule, Random(f"{seed} floods"))
     drawing = _Drawing(schedule, random)
     for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
         drawing.add()
     return schedule.but(faults=tuple(drawing.faults))
+
+
+def _with_floods(schedule: HostsSchedule, random: Random) -> HostsSchedule:
+    """The same, where ranks share hosts with more large messages than fit into their memory."""
+    acts = [*schedule.acts]
+    for _ in range(random.choice((1, 2, 4)) if schedule.ranks_per_host > 1 else 0):
+        acts.insert(random.randint(0, len(acts)), "flood")
+    return schedule.but(acts=tuple(acts))
 
 
 def _at_commit_point(schedule: HostsSchedule, random: Random) -> HostsSchedule:
@@ -220,8 +229,13 @@ def _at_commit_point(schedule: HostsSchedule, random: Random) -> HostsSchedule:
         ranks_per_host=1,
         agents=True,
     )
+    if held := not two and random.random() < 0.6:
+        schedule = schedule.but(apart=True, pause_s=0.3)
     drawing = _Drawing(schedule, random)
-    last = drawing.kill_two() if two else drawing.kill_behind_cut()
+    if held:
+        last = drawing.kill_held_up()
+    else:
+        last = drawing.kill_two() if two else drawing.kill_behind_cut()
     return schedule.but(faults=(*drawing.faults, *filter(None, [last])))
 
 
@@ -296,6 +310,19 @@ class _Drawing:
                 HostsFault(kind="cut", rank=peer, peer=other, at_s=at_s, for_s=self._short_s())
             )
         return dataclasses.replace(fault, at_s=at_s, at_act=self._random.randrange(20))
+
+    def kill_held_up(self) -> HostsFault | None:
+        """Kill a rank while all it sends is held up; one gets that before it hears of the death."""
+        if (fault := self._kill()) is None:
+            return None
+        others = [rank for rank in range(self._schedule.workers) if rank != fault.rank]
+        at_s, dead_s = round(0.5 * self._random.random(), 3), self._schedule.dead_s
+        unaware, held_s = self._random.choice(others), round(0.75 * dead_s, 3)
+        cuts = [(fault.rank, rank, held_s + 0.2 * (rank != unaware)) for rank in others]
+        for rank, peer, for_s in [*cuts, (unaware, -1, held_s + 0.2)]:
+            self.faults.append(HostsFault(kind="cut", rank=rank, peer=peer, at_s=at_s, for_s=for_s))
+        kill_s = round(at_s + dead_s * (0.3 + 0.2 * self._random.random()), 3)
+        return dataclasses.replace(fault, at_s=kill_s, at_act=None)
 
     def kill_two(self) -> HostsFault | None:
         """Kill two ranks one soon after the other."""
