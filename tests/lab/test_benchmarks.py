@@ -285,6 +285,8 @@ def test_bench_lab_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     for row in (joint, simulated):
         assert min(row[f"{name}_us"] for name in ("batched", "one_by_one", "big_batch")) > 0
     assert simulated["share"] > 0.5 and simulated["recorded"] == 0
+    # parameters, gradients and momentum of three MLPs
+    assert simulated["own_gb"] == pytest.approx(3 * 3 * 4 * 101_770 / 1e9)
     assert "no method" in failed["error"]
     assert lab.bench_lab(cases, seconds=-1.0) == []
 

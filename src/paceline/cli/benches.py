@@ -156,7 +156,7 @@ def show_lab(screen: Screen, chosen: LabChoice) -> None:
     seconds = float("inf") if chosen.minutes is None else 60 * chosen.minutes
     rows = bench_lab(cases, chosen.file, seconds, lambda row: screen.say(" ".join(_lab_cells(row))))
     head = ["model", "precision", "workers", "method", "together", "alone", "big batch", "ratio"]
-    screen.table([*head, "batch", "device"], [_lab_cells(row) for row in rows])
+    screen.table([*head, "batch", "memory, own"], [_lab_cells(row) for row in rows])
     if left := len(cases) - len(rows):
         screen.say(f"{left} of {len(cases)} are left: run the same command again.")
     screen.emit({"rows": rows, "left": left})
@@ -167,13 +167,14 @@ def _lab_cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "error" in row:
         return (*first, row["error"], "", "", "", "", "")
     micros = [row[name] for name in ("batched_us", "one_by_one_us", "big_batch_us")]
-    mean, memory = row.get("mean"), row["device_gb"]
+    mean, own = row.get("mean"), f"{row['own_gb']:.2g}"
+    memory = row["host_gb"] if row["device_gb"] is None else row["device_gb"]
     return (
         *first,
         *(f"{us:.0f} us" for us in micros),
         f"{micros[0] / micros[2]:.2f}",
         "-" if mean is None else f"{mean:.1f}",
-        "-" if memory is None else f"{memory:.1f} GB",
+        f"{memory:.1f} GB, {own}",
     )
 
 

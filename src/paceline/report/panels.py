@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 
-from paceline.report.svg import HEIGHT, SIZE, WIDTH, Axis, Plot, Point, mark, style
+from paceline.lab.papers.full.claim import Panel
+from paceline.report.svg import HEIGHT, SIZE, WIDTH, Axis, Plot, mark, style
 
 COLUMNS, HEAD, ROW = 2, 26, 22
 """Charts beside each other; the height of a chart's title, and of a line of the legend."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """A chart of lines.
-
-    Attributes:
-        lines: the points of each, by its name; a name has one style in all charts of a picture.
-    """
-
-    title: str
-    x: str
-    y: str
-    lines: Mapping[str, Sequence[Point]]
-
-
 def picture(panels: Sequence[Panel], about: str) -> str:
-    """The charts that have lines, as the text of an SVG file; screen readers read ``about``."""
+    """The charts that have lines, as the text of an SVG file; screen readers read ``about``.
+
+    A name has one style in all charts of a picture.
+    """
     drawn = [panel for panel in panels if any(panel.lines.values())]
     names = list(dict.fromkeys(name for panel in drawn for name in panel.lines))
     rows = -(-len(drawn) // COLUMNS)

@@ -125,6 +125,7 @@ def timed(case: Case) -> dict[str, Any]:
     began_s = time.monotonic()
     try:
         facts = _joint(case) if case.method == JOINT else _simulated(case)
+        facts["own_gb"] = own_gb(case)
     except Exception as error:
         facts = {"error": f"{type(error).__name__}: {error}"[:500]}
     finally:
@@ -389,6 +390,20 @@ def _forget_peaks(device: str) -> None:
     if device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def own_gb(case: Case) -> float:
+    """What all workers hold of their own, reckoned: nobody's batch, and nothing that passes.
+
+    Parameters, gradients, moments of the optimizer, and buffers.
+    """
+    net = make(case.model)
+    parameters, buffers = (
+        sum(each.numel() * each.element_size() for each in tensors)
+        for tensors in (net.parameters(), net.buffers())
+    )
+    moments = 2 if isinstance(make_optimizer(case.model, net), torch.optim.AdamW) else 1
+    return case.workers * ((2 + moments) * parameters + buffers) / 1e9
 
 
 def _memory(device: str) -> dict[str, float | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
@@ -12,14 +13,28 @@ from paceline.lab.papers.curves import curve
 from paceline.lab.papers.full.setup import Way
 from paceline.lab.papers.verdict import LEAST_SEEDS, Figure, shown
 from paceline.record.result import Result
-from paceline.report.panels import Panel
-from paceline.report.svg import Point
 
 THE_RATE = "the rate"
 Results = Mapping[int, Result]
 """The results of a run by seed."""
 Pairs = Mapping[int, tuple[Result, Result]]
 """The results of two runs by seed."""
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A chart of lines.
+
+    Attributes:
+        title, x, y: of the chart and its axes.
+        lines: the points of each, by its name.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[Point]]
 
 
 class FullClaim(Described):

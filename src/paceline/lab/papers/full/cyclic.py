@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from paceline.lab.papers import cyclic
 from paceline.lab.papers.curves import ANSWER, final_accuracy, mean_lead, speedup
-from paceline.lab.papers.full.claim import FullClaim, FullRuns, ruled, shown_only
+from paceline.lab.papers.full.claim import FullClaim, FullRuns, Panel, ruled, shown_only
 from paceline.lab.papers.full.gossip import ahead
 from paceline.lab.papers.full.setup import Way
 from paceline.lab.papers.rates import METHODS
 from paceline.lab.papers.verdict import Figure, above, near_zero, shown
-from paceline.report.panels import Panel
 
 TEXTS = {
     "dynamic": METHODS["cyclic"],

@@ -7,12 +7,11 @@ from typing import ClassVar
 
 from paceline.lab.papers import gossip
 from paceline.lab.papers.curves import REPLICA, final_accuracy, mean_accuracy, speedup
-from paceline.lab.papers.full.claim import THE_RATE, FullClaim, FullRuns, ruled, shown_only
+from paceline.lab.papers.full.claim import THE_RATE, FullClaim, FullRuns, Panel, ruled, shown_only
 from paceline.lab.papers.full.setup import SMALL, Way
 from paceline.lab.papers.gossip import METRICS
 from paceline.lab.papers.verdict import Figure, above, shown
 from paceline.record.result import Result
-from paceline.report.panels import Panel
 
 LOCKSTEP = "allreduce"
 RIVALS = ("gossip", "easgd(interval=10)")

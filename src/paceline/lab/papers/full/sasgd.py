@@ -9,11 +9,10 @@ import numpy as np
 
 from paceline.lab.papers import sasgd
 from paceline.lab.papers.curves import ANSWER, mean_accuracy
-from paceline.lab.papers.full.claim import FullClaim, FullRuns, ruled, shown_only
+from paceline.lab.papers.full.claim import FullClaim, FullRuns, Panel, ruled, shown_only
 from paceline.lab.papers.full.setup import MOMENTUM, Way
 from paceline.lab.papers.verdict import Figure, above
 from paceline.record.result import Result
-from paceline.report.panels import Panel
 
 COUNTS, INTERVAL, OTHERS = (8, 16), 10, (1, 50)
 OURS = "sasgd"

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.papers.claim import ClaimResult
-from paceline.lab.papers.full.claim import FullClaim, FullRuns, Results
+from paceline.lab.papers.full.claim import FullClaim, FullRuns, Panel, Results
 from paceline.lab.papers.full.setup import Extent, Way
 from paceline.lab.papers.verdict import UNFINISHED
 from paceline.lab.pool import run_next
 from paceline.lab.sweep import Arm
 from paceline.lab.trials import PROGRAM, OutcomeCache, TrialOutcome, run_trial
 from paceline.record.result import Result
-from paceline.report.panels import Panel
 
 RUNS = "runs"
 
