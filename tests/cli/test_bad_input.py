@@ -37,6 +37,21 @@ CASES = {
     "run broken.py": "script (broken.py) is not Python: line 2:",
     "run binary.py": "script (binary.py) is not Python:",
     "run misnamed.py": "script (misnamed.py) must define train(worker); its functions: trian",
+    "run misnamed.py --function train": 'no function of misnamed.py "train"; did you mean "trian"?',
+    "run --function train": "--function (train) must be given with a script",
+    "calibrate --function train": "--function (train) must be given with a script",
+    "sim fine.py --function other": 'no function of fine.py "other"; available: train',
+    "run -- --lr 0.3": "-- must be given with a script: paceline run SCRIPT -- --lr 0.3",
+    "calibrate -- --lr 0.3": "-- must be given with a script",
+    "strategies -- --lr 0.3": "-- must be given with a script",
+    "run fine.py --join runs/a -- x": "script must not be given with --join: the run in that",
+    "run --join runs/a -- x": "-- must not be given with --join: the run in that folder",
+    "sim --replay runs/a -- x": "-- must not be given with --replay: the recorded run",
+    "plan -- x": "-- must be given with a script",
+    "sim whole.py --epochs 3": "arguments of its own come after -- (... whole.py -- --epochs 3)",
+    "run whole.py": "--strategy is missing: whole.py gives pl.init a strategy that is known only",
+    "run whole.py -s gossip": "--seed is missing: whole.py gives pl.init a seed that is known only",
+    "compare whole.py --function mian": 'no function of whole.py "mian"; did you mean "main"?',
     "run unready.py": "train() must take the worker: def train(worker)",
     "sim fine.py --lr 0.1": "train in fine.py has no parameter lr; it takes epochs",
     "sim fine.py --full": "--full must be used with the built-in task",
@@ -94,6 +109,8 @@ FILES = {
     "binary.py": "\0\1\2",
     "misnamed.py": "def trian(worker):\n    pass\n",
     "unready.py": "def train():\n    pass\n",
+    "whole.py": "import paceline as pl\nhow = {}\ndef main():\n"
+    "    worker = pl.init(strategy=how['strategy'], seed=how['seed'])\nmain()\n",
     "fine.py": "def train(worker, epochs=1):\n    pass\n",
     "typo.toml": "[network]\nlatncy_s = 1.0\n",
     "kind.toml": '[compute]\nsample_s = "fast"\n',
@@ -110,7 +127,9 @@ from paceline.cli import main
 outcomes = {}
 for line in json.load(sys.stdin):
     words = [re.sub("@([0-9]+)", lambda digits: "9" * int(digits[1]), w) for w in line.split()]
-    sys.argv = ["paceline", *words, *([] if line.startswith("rnu") else ["--json"])]
+    if not line.startswith("rnu"):
+        words.insert(words.index("--") if "--" in words else len(words), "--json")
+    sys.argv = ["paceline", *words]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -12,10 +12,11 @@ from support.worlds import on_hosts
 from paceline.sim.cluster import read_cluster
 
 SCRIPT = """
+import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-def train(worker, steps=16):
+def learn(worker, steps=int(sys.argv[1])):
     net = torch.nn.Linear(8, 2)
     net, sgd = worker.setup(net, torch.optim.Adam(net.parameters()))
     data = TensorDataset(torch.randn(8192, 8), torch.randn(8192, 2))
@@ -37,8 +38,9 @@ def folder(tmp_path_factory):
 
 
 def output_of(folder, *arguments, env=None):
+    command, *more = arguments
     done = subprocess.run(
-        [warm.python(), "-m", "paceline", *arguments, "--json"],
+        [warm.python(), "-m", "paceline", command, "--json", *more],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -96,7 +98,8 @@ def test_a_calibration_is_a_cluster_that_simulations_read(folder):
 def test_a_check_predicts_then_measures_and_reports_each_error(folder):
     choose = ["--strategy", "sasgd(interval=2),downpour", "--workers", "2", "--repeats", "2"]
     less = ["--rounds", "1", "--transport", "distributed"]  # over the file of the other test
-    found = output_of(folder, "calibrate", "mine.py", "--check", *choose, *less)
+    script = ["mine.py", "--function", "learn"]
+    found = output_of(folder, "calibrate", *script, "--check", *choose, *less, "--", "16")
     assert [row["what"] for row in found["rows"]] == [
         "mine.py, sasgd(interval=2), 2 workers",
         "mine.py, downpour, 2 workers",
@@ -131,7 +134,7 @@ def test_a_check_predicts_then_measures_and_reports_each_error(folder):
         ("--out machine.txt", "out (machine.txt) must end in .toml"),
         ("--out no/where.toml", "out (no/where.toml) must be in a folder that exists"),
         ("--out own.toml", "out (own.toml) exists and is not the file of an earlier calibration"),
-        ("mine.py --model mlp", "train in mine.py has no parameter model"),
+        ("mine.py --function learn --model mlp", "learn in mine.py has no parameter model"),
         ("absent.py", "script (absent.py) cannot be read"),
     ],
 )

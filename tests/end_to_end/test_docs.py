@@ -239,7 +239,8 @@ def test_the_tutorial_names_every_method_and_class_attribute():
 )
 def test_the_loops_of_the_pages_work_for_a_worker_without_batches(page):
     """One is restarted and one joins late; by then their first epochs are over."""
-    source = next(b for b in blocks_of(ROOT / page) if "def train(worker" in "\n".join(b.lines))
+    programs = (b for b in blocks_of(ROOT / page) if b.language == "python")
+    source = next(b for b in programs if "def train(worker" in b.text)
     shown: dict[str, object] = {"__name__": page}
     exec("\n".join(source.lines), shown)
     begun = Counter()
@@ -308,7 +309,7 @@ def test_commands_that_are_only_shown_have_the_options_that_they_use():
     whole = typer.main.get_command(app)
     assert len(shown_commands()) > 20
     for block, line in shown_commands():
-        name, *arguments = shlex.split(line)[1:]
+        name, *arguments = shlex.split(line.partition(" -- ")[0])[1:]
         command = whole.get_command(None, name)
         assert command is not None, f"{block}: {line}"
         try:

@@ -400,7 +400,8 @@ def test_the_folder_records_the_whole_run(tmp_path):
     assert lines_of(out / "metrics.jsonl") == result.metrics
     pairs = zip(result.metrics, records, strict=True)
     assert [{**record, **passed_on} for record, passed_on in pairs] == result.metrics, "plus totals"
-    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(vars(result)))
+    recorded = json.loads((out / "result.json").read_text())
+    assert recorded == json.loads(json.dumps(result.to_record()))
     assert result.loss == result.metrics[-1]["loss"]
 
     net = runs.new_net()

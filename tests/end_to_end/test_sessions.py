@@ -6,11 +6,12 @@ The tutorial takes longer; ``tests/integrations`` runs it.
 from __future__ import annotations
 
 import pytest
-from support.pages import START, assert_shown, blocks_of, walk
+from support.pages import ARGUMENTS, START, assert_shown, blocks_of, walk
 
 
-def test_the_first_five_minutes_work_from_the_first_line_to_the_last(tmp_path):
-    walk(START, tmp_path)
+@pytest.mark.parametrize("page", [START, ARGUMENTS], ids=lambda page: page.stem)
+def test_a_page_works_from_its_first_line_to_its_last(page, tmp_path):
+    walk(page, tmp_path)
 
 
 def test_output_that_is_no_longer_that_of_the_page_is_noticed():

@@ -31,6 +31,7 @@ from support import runs
 
 
 def train(worker):
+    worker.log(typed=" ".join(sys.argv[1:]))
     if worker.rank == {broken}:
         raise KeyError("no such thing")
     runs.train_through_losses(worker, until_incarnation={until_incarnation}, victim=3)
@@ -112,8 +113,11 @@ def happened(hosts, event):
 
 
 def test_the_commands_of_the_page_train_together(hosts):
-    codes, (launched, joined) = run_on(hosts)
+    """The script's own arguments are those that were typed where the run was launched."""
+    codes, (launched, joined) = run_on(hosts, "--", "--name", "a name")
     assert codes == (0, 0), launched + joined
+    logged = (hosts[0][0] / "runs" / "many" / "metrics.jsonl").read_text()
+    assert logged.count('"typed": "--name a name"') == 4
     assert "1 other host; to join, type there: paceline run SCRIPT --join 127.0.0.1:" in launched
     assert (hosts[0][0] / "runs" / "many" / "model.safetensors").is_file()
     assert (hosts[0][1] / "runs" / "many").is_dir()

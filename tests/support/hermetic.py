@@ -20,7 +20,8 @@ STARTUP = Path(__file__).with_name("startup")
 SYSTEM = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/sys", "/dev", "/run"),
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include")),
-    *(f"/usr/local/{name}" for name in ("bin", "sbin", "lib", "include", "cuda")),
+    *(f"/usr/local/{name}" for name in ("bin", "sbin", "etc", "lib", "include", "cuda")),
+    *(f"{folder}/share/jupyter" for folder in ("/usr", "/usr/local")),
     *(
         f"/usr/share/{name}"
         for name in ("zoneinfo", "locale", "locale-langpack", "i18n", "terminfo")

@@ -17,7 +17,8 @@ from support.hermetic import outside
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 START, TUTORIAL = DOCS / "start.md", DOCS / "tutorial.md"
-SESSIONS = (START, TUTORIAL)
+ARGUMENTS = DOCS / "how-to" / "arguments.md"
+SESSIONS = (START, TUTORIAL, ARGUMENTS)
 """The pages whose files and commands belong together, from the top of the page to its end."""
 ADDRESS = "127.0.0.1:7000"
 """The address that they use for runs on many hosts of this machine."""

@@ -76,9 +76,9 @@ class Problem:
             scheduler = self.schedule(paced) if self.schedule else None
             for step in range(steps(worker.rank) if steps else self.steps):
                 paced.zero_grad()
+                if self.ragged:
+                    worker.samples(self.samples(worker.rank, step))
                 self.loss(net, worker.rank, step).backward()
-                if self.ragged:  # as a loader would do
-                    worker._session.stepper.drew(self.samples(worker.rank, step), self.batch)
                 paced.step()
                 if scheduler is not None:
                     scheduler.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -34,6 +34,7 @@ from paceline.cli.options import (
     TransportName,
     Workers,
     command,
+    is_typed,
     refuse_together,
 )
 from paceline.cli.screen import Screen, show_result
@@ -43,6 +44,7 @@ from paceline.common.options import at_least, one_of
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
 from paceline.launcher.capacity import check_virtual_workers
+from paceline.record.folder import check_out
 from paceline.sim.cluster import PRESETS, load_cluster
 from paceline.sim.models import as_model as with_model
 from paceline.strategies import STRATEGIES, make_strategy, parse_settings
@@ -141,13 +143,14 @@ def run(
     if join is not None and re.fullmatch(r".+:\d+", join):
         fits = ("script", "join", "token_file", "no_encryption", "json", "quiet", "verbose")
         refuse_together(context, "--join", fits, "the run at that address decides it")
-        raise typer.Exit(join_hosts(find_task(training), join, token_file, not no_encryption))
+        raise typer.Exit(join_hosts(training.script, join, token_file, not no_encryption))
     if join is not None:
         allowed = ("join", "json", "quiet", "verbose")
         refuse_together(context, "--join", allowed, "the run in that folder decides it")
         join_run(training.screen(), Path(join))
         return
-    job = _job(training, strategy, saving, no_trace, global_batch, batch)
+    options = {"strategy": strategy, "global_batch": global_batch, "batch": batch}
+    job, device = _job(context, training, saving, no_trace, {**options, "device": device})
     screen = training.screen()
     policy = {**injected.policy(), **saving.policy(), "log": log or ()}
     if on is not None:
@@ -197,7 +200,8 @@ def sim(
         refuse_together(context, "--replay", ALLOWED_WITH_REPLAY, "the recorded run decides it")
         replay_run(screen, replay, target, training.out, trace=not no_trace)
         return
-    job = _job(training, strategy, saving, no_trace, global_batch, batch)
+    options = {"strategy": strategy, "global_batch": global_batch, "batch": batch}
+    job, _ = _job(context, training, saving, no_trace, options)
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy(), "batched": batched, "log": log or ()}
@@ -217,26 +221,32 @@ def _exit_if_failed(result: Result) -> None:
 
 
 def _job(
+    context: typer.Context,
     training: TrainingOptions,
-    strategy: str,
     saving: CheckpointOptions,
     no_trace: bool,
-    global_batch: int | None,
-    batch: str | None,
-) -> Job:
-    if saving.resume and training.out is None:
-        raise UsageError("--resume needs --out, the folder of the run to resume")
+    options: dict[str, Any],
+) -> tuple[Job, str]:
+    """What to train and how, and on which device.
+
+    What a script that runs as a whole gives to ``pl.init`` counts where nothing was typed.
+    """
     task = find_task(training)
-    method = make_strategy(strategy, parse_settings(training.settings))
-    return Job(
-        task=task,
-        strategy=method,
-        seed=training.seed,
-        out=training.out,
-        trace=not no_trace,
-        global_batch=global_batch,
-        batch=batch,
-    )
+    options |= {"seed": training.seed, "out": training.out}
+    left = [name for name in task.asked if name not in options]
+    for name in options:
+        if name in task.asked and not is_typed(context, name):
+            options[name] = task.value(name)
+    if left:
+        names = ", ".join(left)
+        training.screen().say(f"{names} of pl.init in {task.name}: this command decides instead")
+    if saving.resume and options["out"] is None:
+        raise UsageError("--resume needs --out, the folder of the run to resume")
+    device = options.pop("device", "cpu")
+    method = make_strategy(options.pop("strategy"), parse_settings(training.settings))
+    out = options.pop("out")
+    out = None if out is None else Path(out)
+    return Job(task=task, strategy=method, out=out, trace=not no_trace, **options), device
 
 
 @command(app, epilog=_CLUSTERS)
@@ -356,6 +366,20 @@ def plan(
         c.seeds_of(seeds, training.seed),
         check,
     )
+
+
+@command(app)
+def demo(
+    output: OutputOptions,
+    out: Annotated[
+        Path, Option("--out", help="Folder of the runs; those in it are not repeated.")
+    ] = Path("runs/demo"),
+) -> None:
+    """Train the built-in task in several ways and compare them; takes about a minute."""
+    from paceline.cli.demo import show_demo
+
+    check_out(out)
+    show_demo(output.screen(), out)
 
 
 @command(app)

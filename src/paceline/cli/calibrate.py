@@ -11,7 +11,7 @@ from paceline.cli.benches import one_device
 from paceline.cli.compare import split_specs, workers_of
 from paceline.cli.options import CalibrationOptions, TrainingOptions
 from paceline.cli.screen import Screen, number, size
-from paceline.cli.task import find_task
+from paceline.cli.task import find_task, refuse_without_script
 from paceline.cli.train import default_transport
 from paceline.common.options import at_least, one_of
 from paceline.common.seeds import check_seed
@@ -115,11 +115,14 @@ def _subjects(chosen: CalibrationOptions, models: Sequence[str]) -> list[Subject
     one_of("transport", transport, TRANSPORTS)
     at_least("rounds", chosen.rounds, 1)
     if chosen.script is None:
+        refuse_without_script(chosen)
         named = [chosen.model] if chosen.model is not None else models
         tasks = [_built_in(chosen, model) for model in named]
     else:
-        given = {"script": chosen.script, "seed": chosen.seed, **chosen.arguments()}
-        task = find_task(TrainingOptions(**given))
+        given: dict[str, Any] = {"script": chosen.script, "function": chosen.function}
+        training = TrainingOptions(**given, seed=chosen.seed, **chosen.arguments())
+        training.script_arguments = chosen.script_arguments
+        task = find_task(training)
         tasks = [(task.name, task.reference, task.arguments)]
     check_seed(chosen.seed)
     check_real_workers(4)

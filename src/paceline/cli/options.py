@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -71,7 +71,8 @@ Script = Annotated[
     Path | None,
     Argument(
         metavar="SCRIPT",
-        help="Python file that defines train(worker). [default: the built-in task]",
+        help="Python file that defines train(worker), or calls pl.init(); its own arguments"
+        " follow after --. [default: the built-in task]",
         show_default=False,
     ),
 ]
@@ -131,10 +132,21 @@ class OutputOptions:
 
 
 @dataclass(kw_only=True)
-class TrainingOptions(OutputOptions):
-    """The options for what is trained, and where the run is written."""
+class ScriptOptions(OutputOptions):
+    """The options for a script; ``script_arguments`` is what was typed after ``--``."""
 
     script: Script = None
+    function: Annotated[
+        str | None,
+        Option("--function", metavar="NAME", help="The function to call. [default: train]"),
+    ] = None
+    script_arguments: Sequence[str] = field(init=False, default=())
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(ScriptOptions):
+    """The options for what is trained, and where the run is written."""
+
     settings: Annotated[
         list[str],
         Option("--set", metavar="NAME=VALUE", help="An option of the strategy; may be repeated."),
@@ -236,10 +248,9 @@ class CheckpointOptions:
 
 
 @dataclass(kw_only=True)
-class CalibrationOptions(OutputOptions):
+class CalibrationOptions(ScriptOptions):
     """The options for a calibration."""
 
-    script: Script = None
     seed: Annotated[int, Option("--seed", help="Seed of everything random.")] = 0
     steps: Annotated[
         int | None, Option("--steps", help="End after so many steps per worker. [built-in: 100]")
@@ -311,12 +322,16 @@ def refuse_together(
     context: typer.Context, option: str, allowed: Container[str], reason: str
 ) -> None:
     """Refuse other options together with ``option``, except those ``allowed``."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        typed = source is not None and source.name == "COMMANDLINE"
-        if typed and parameter.name not in allowed:
-            name = max(parameter.opts, key=len)
-            raise UsageError(f"{name} must not be given with {option}: {reason}")
+    named = {p.name: max(p.opts, key=len) for p in context.command.params if p.name not in allowed}
+    typed = [text for name, text in named.items() if is_typed(context, name or "")]
+    for text in [*typed, *(["--"] if context.obj else [])]:
+        raise UsageError(f"{text} must not be given with {option}: {reason}")
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, so that its value is not a default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], None]:
@@ -329,11 +344,13 @@ def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], 
         @functools.wraps(body)
         def run(**given: Any) -> None:
             made = {
-                name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+                name: kind(**{f.name: given.pop(f.name) for f in fields(kind) if f.init})
                 for name, kind in shared.items()
             }
+            context = given["context"] if "context" in hints else given.pop("context")
             output = next(each for each in made.values() if isinstance(each, OutputOptions))
             with errors_as_exit_codes(output):
+                _hand_on(context.obj or (), output)
                 body(**made, **given)
 
         _show_options(run, body, hints, shared)
@@ -342,12 +359,22 @@ def command(group: typer.Typer, **more: Any) -> Callable[[Callable[..., None]], 
     return register
 
 
+def _hand_on(script_arguments: Sequence[str], options: OutputOptions) -> None:
+    """Give a command what was typed after ``--``; refuse it where there can be no script."""
+    if isinstance(options, ScriptOptions):
+        options.script_arguments = script_arguments
+    elif script_arguments:
+        raise UsageError("-- must be given with a script: paceline run SCRIPT -- ...")
+
+
 def _show_options(run: Any, body: Any, hints: dict[str, Any], shared: Mapping[str, Any]) -> None:
     """Give ``run`` the parameters of ``body``, its dataclasses replaced by their fields."""
     own = [p for p in inspect.signature(body).parameters.values() if p.name not in shared]
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(annotation=hints[p.name], kind=kind) for p in own]
-    every = [(each, f) for each in [*shared.values()][::-1] for f in fields(each)]
+    if "context" not in hints:
+        parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))
+    every = [(each, f) for each in [*shared.values()][::-1] for f in fields(each) if f.init]
     for each, f in sorted(every, key=lambda e: e[1].name in OutputOptions.__dataclass_fields__):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         hint = get_type_hints(each, include_extras=True)[f.name]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.options import TrainingOptions
-from paceline.common.files import FOLDER_MODE, reason_of
+from paceline.cli.options import ScriptOptions, TrainingOptions
+from paceline.cli.script import UNREAD, option_of, read_script
+from paceline.common.files import FOLDER_MODE
 from paceline.common.options import above, at_least, finite
-from paceline.common.reading import read_bytes
+from paceline.common.reference import WHOLE
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import (
@@ -30,11 +31,28 @@ from paceline.record.folder import check_out
 
 @dataclass(frozen=True)
 class Task:
-    """A training function by name, and its arguments."""
+    """A training function by name, and its arguments.
+
+    Attributes:
+        name: for people.
+        reference: where ranks find it.
+        arguments: of the function.
+        asked: what a script that runs as a whole gives to ``pl.init``.
+    """
 
     name: str
     reference: dict[str, Any]
     arguments: dict[str, Any]
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str) -> Any:
+        """What the script gives to ``pl.init`` under a name; refuses what only its run tells."""
+        if self.asked[name] is UNREAD:
+            raise UsageError(
+                f"{option_of(name)} is missing: {self.name} gives pl.init a {name} that is known"
+                " only when it runs"
+            )
+        return self.asked[name]
 
 
 def find_task(chosen: TrainingOptions) -> Task:
@@ -45,8 +63,8 @@ def find_task(chosen: TrainingOptions) -> Task:
     if script is not None:
         if chosen.full:
             raise UsageError("--full must be used with the built-in task, not with a script")
-        _check_script(script, arguments)
-        return Task(script.name, {"script": str(script.resolve()), "name": "train"}, arguments)
+        return _script_task(script, chosen, arguments)
+    refuse_without_script(chosen)
     if (recipe := DEEP.get(arguments.get("model", ""))) is not None:
         if chosen.full:
             raise UsageError("--full is for Fashion-MNIST: name the folder with --data")
@@ -61,6 +79,25 @@ def find_task(chosen: TrainingOptions) -> Task:
     return Task("built-in task", BUILT_IN, arguments)
 
 
+def _script_task(path: Path, chosen: TrainingOptions, arguments: dict[str, Any]) -> Task:
+    script = read_script(path)
+    name = script.entry(chosen.function, arguments)
+    reference: dict[str, Any] = {"script": str(path.resolve()), "name": name}
+    if chosen.script_arguments:
+        reference["argv"] = [*chosen.script_arguments]
+    asked = script.asked if name == WHOLE and script.asked is not None else {}
+    return Task(path.name, reference, arguments, asked)
+
+
+def refuse_without_script(chosen: ScriptOptions) -> None:
+    """Refuse what is for a script, because there is none."""
+    if chosen.function is not None:
+        raise UsageError(f"--function ({chosen.function}) must be given with a script")
+    if chosen.script_arguments:
+        own = shlex.join(chosen.script_arguments)
+        raise UsageError(f"-- must be given with a script: paceline run SCRIPT -- {own}")
+
+
 def recorded_task(config: Mapping[str, Any]) -> Task:
     """The task of a real run, from its configuration; checked, but not imported."""
     from paceline.common.reference import check_reference
@@ -68,7 +105,8 @@ def recorded_task(config: Mapping[str, Any]) -> Task:
     reference, arguments = config["train"], config["arguments"]
     check_reference("train", reference)
     if "script" in reference:
-        _check_script(Path(reference["script"]), arguments)
+        function = None if reference["name"] == WHOLE else reference["name"]
+        read_script(Path(reference["script"])).entry(function, arguments)
     name = Path(reference.get("script") or reference.get("main") or reference["module"]).name
     return Task("built-in task" if reference == BUILT_IN else name, reference, arguments)
 
@@ -94,46 +132,3 @@ def _check_numbers(arguments: Mapping[str, Any]) -> None:
     lr = arguments.get("lr", 1.0)
     above("lr", lr, 0)
     finite("lr", lr)
-
-
-def _check_script(script: Path, arguments: Mapping[str, Any]) -> None:
-    """Refuse a script without a ``train`` that takes the arguments; does not run the script."""
-    try:
-        tree = ast.parse(read_bytes(script), str(script))
-    except OSError as error:
-        raise UsageError(f"script ({script}) cannot be read: {reason_of(error)}") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
-        reason = error.args[0] if error.args else "it is nested too deeply"
-        raise UsageError(f"script ({script}) is not Python: {line}{reason}") from None
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    if "train" in functions:
-        _check_parameters(script, functions["train"], arguments)
-    elif "train" not in _other_names(tree):
-        has = ", ".join(functions) or "none"
-        raise UsageError(f"script ({script}) must define train(worker); its functions: {has}")
-
-
-def _check_parameters(script: Path, train: ast.FunctionDef, arguments: Mapping[str, Any]) -> None:
-    names = [a.arg for a in (*train.args.posonlyargs, *train.args.args, *train.args.kwonlyargs)]
-    if not names and train.args.vararg is None:
-        raise UsageError(f"script ({script}): train() must take the worker: def train(worker)")
-    for name in arguments:
-        if name not in names[1:] and train.args.kwarg is None:
-            taken = ", ".join(names[1:]) or "only the worker"
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} ({arguments[name]}) cannot be passed: train in {script} has no"
-                f" parameter {name}; it takes {taken}"
-            )
-
-
-def _other_names(tree: ast.Module) -> set[str]:
-    """The names that a script imports or assigns at its top level."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.screen import LineView, Replayed, Screen, show_result
+from paceline.cli.script import read_script
 from paceline.cli.task import Task, choose_out, recorded_task
 from paceline.cli.watch import live_page
 from paceline.comm.launchers import launched
@@ -91,14 +92,13 @@ class Job:
             )
 
     def _train_launched(self, screen: Screen, workers: int | None, device: str) -> Result | None:
-        from paceline.common.reference import find
         from paceline.launcher.init import train_launched
         from paceline.launcher.spec import InitSpec
 
         with self._watched(screen) as watch:
-            train = find(self.task.reference)
             spec = InitSpec(device=device, out=self.out, **self._common(watch))
-            return train_launched(train, spec, workers=workers, arguments=self.task.arguments)
+            task = self.task
+            return train_launched(task.reference, spec, workers=workers, arguments=task.arguments)
 
     def simulate(
         self,
@@ -154,8 +154,10 @@ def join_run(screen: Screen, folder: Path) -> None:
     screen.emit(reply)
 
 
-def join_hosts(task: Task, address: str, token_file: Path | None, encryption: bool) -> int:
+def join_hosts(script: Path | None, address: str, token_file: Path | None, encryption: bool) -> int:
     """Train for a run that listens on another host; return the exit code of that run."""
+    if script is not None:
+        read_script(script)
     from paceline.launcher.agent import join
     from paceline.launcher.many_hosts import (
         TOKEN_FILE,
@@ -169,7 +171,8 @@ def join_hosts(task: Task, address: str, token_file: Path | None, encryption: bo
     if token_file is None and TOKEN_VARIABLE not in os.environ:
         token_file = Path(TOKEN_FILE)
     launcher = ManyHosts(1, host, port, token_file, encryption)
-    return join(launcher, read_token(token_file), task.reference)
+    here = None if script is None else {"script": str(script.resolve())}
+    return join(launcher, read_token(token_file), here)
 
 
 def replay_run(

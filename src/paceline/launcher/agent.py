@@ -45,7 +45,7 @@ def join(
     Args:
         launcher: where it listens.
         token: of the run.
-        train: what the ranks train; None if it is where the launcher has it.
+        train: where ranks find here what they train; None if that is where the launcher has it.
         about: more that the launcher is told of this host: its ``slots``, and what else it needs.
     """
     launcher.say_if_open()
@@ -178,7 +178,8 @@ class Agent:
         }
         argument = config["argument"]
         if self._train is not None and "train" in argument:
-            argument["train"] = self._train
+            same = {n: v for n, v in argument["train"].items() if n in ("name", "argv")}
+            argument["train"] = same | self._train
         if argument.get("out") is not None:
             os.makedirs(argument["out"], exist_ok=True)
         if self._registrar is None:

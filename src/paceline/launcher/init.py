@@ -15,7 +15,7 @@ from paceline.comm.limits import Limits
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
-from paceline.common.reference import refer_or_name
+from paceline.common.reference import Reference, find, in_whole_script
 from paceline.errors import (
     CommTimeout,
     NotLaunched,
@@ -27,7 +27,8 @@ from paceline.errors import (
     name_ranks,
 )
 from paceline.launcher.rank import noting_origin
-from paceline.launcher.spec import InitSpec, Train, takes
+from paceline.launcher.script import ScriptWorker
+from paceline.launcher.spec import InitSpec, takes
 from paceline.launcher.transports import connect_under_launcher
 from paceline.record.folder import RankFiles, check_out, claim, write_result
 from paceline.record.result import Metric, Result, RunRecorder, Summary, print_event
@@ -35,27 +36,48 @@ from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import workers_in
 from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
-from paceline.training.worker import Worker
+from paceline.training.worker import Worker, current_worker, forget_worker
 
 
 @takes(InitSpec)
-@contextmanager
-def init(spec: InitSpec) -> Iterator[Worker]:
+def init(spec: InitSpec) -> ScriptWorker:
     """The worker of a plain script, under torchrun, mpirun, srun, Ray, or alone.
 
     The launcher's environment variables give this process its rank; without them it is the only
-    worker. Leaving the block finishes the worker. A server or communicator serves, and its process
-    ends inside the block. When a rank is lost, all others end with exit code 3 and a message that
-    names it; over ``hosts``, those of an asynchronous method go on. Strategy and seed must be the
-    same on every rank. ``out`` gets this rank's trace and metrics, and rank 0's model.
+    worker. A server or communicator serves, and its process ends in ``worker.setup``. When a rank
+    is lost, all others end with exit code 3 and a message that names it; over ``hosts``, those of
+    an asynchronous method go on. Strategy and seed must be the same on every rank. ``out`` gets
+    this rank's trace and metrics, and rank 0's model.
+
+    In ``with pl.init() as worker:`` the end of the block ends the run. After the plain call
+    ``worker = pl.init()``, ``worker.finish()`` ends it, or the end of the script. A script that
+    ends by an error, or by ``sys.exit`` with a code other than 0, gives the run up.
+
+    In a script that ``paceline run`` starts as a whole, this is the worker of that run, whose
+    options are those of the command.
 
     Raises:
-        NotSaved: the model could not be written to ``out``.
+        NotSaved: the model could not be written to ``out``; at the end of the run.
     """
+    worker = current_worker()
+    if worker is None or (worker.finished and not in_whole_script.get()):
+        run = _run(spec)
+        return ScriptWorker(run.__enter__(), run, watches=True)
+    if in_whole_script.get() and not isinstance(worker, ScriptWorker):
+        return ScriptWorker.of(worker)
+    raise UsageError(
+        "pl.init must be called once in a run: there is a worker already; use that, or call its"
+        " finish() first"
+    )
+
+
+@contextmanager
+def _run(spec: InitSpec) -> Iterator[Session]:
+    """The run of a plain script, and this process's place in it."""
     with _exit_when_lost():
         claimed = spec.out if launched().rank == 0 else None  # no other rank starts without rank 0
         with claim(claimed), _joined(spec) as session:
-            yield Worker(session)
+            yield session
 
 
 @contextmanager
@@ -116,6 +138,7 @@ def _joined(spec: InitSpec) -> Iterator[Session]:
             if model_error is not None:
                 raise NotSaved(spec.out, model_error)
     finally:
+        forget_worker()
         ports.give_up()
         files.close()
 
@@ -142,9 +165,10 @@ def _tell_losses(session: Session) -> None:
 
 
 def train_launched(
-    train: Train, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
+    train: Reference, spec: InitSpec, *, workers: int | None, arguments: Mapping[str, Any]
 ) -> Result | None:
     """Run ``train(worker)`` in this process of another launcher; rank 0 returns the result."""
+    program = find(train)
     recorder, began_s = RunRecorder(None, spec.on_metric), time.monotonic()
     not_saved = None
     try:
@@ -152,7 +176,7 @@ def train_launched(
             if workers not in (None, session.size):
                 rule = f"must be {session.size}, as the launcher says"
                 raise UsageError(f"workers ({workers}) {rule}")
-            train(Worker(session), **arguments)
+            program(Worker(session), **arguments)
             session.finish()
             summaries = gather_summaries(session)
     except NotSaved as error:
@@ -171,7 +195,7 @@ def train_launched(
     if spec.out is not None:
         config = {
             "world": "launched",
-            "train": refer_or_name(train),
+            "train": train,
             "strategy": repr(session.strategy),
             "spec": strategy_spec(session.strategy),
             "workers": session.size,
@@ -180,7 +204,7 @@ def train_launched(
             "batch": spec.batch,
             "arguments": dict(arguments),
         }
-        write_result(Path(spec.out), vars(result), config)
+        write_result(Path(spec.out), result.to_record(), config)
     if not_saved is not None:
         raise not_saved
     return result

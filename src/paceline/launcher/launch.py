@@ -14,17 +14,19 @@ from paceline.comm.membership import MembershipPolicy
 from paceline.comm.metered import MeteredPorts
 from paceline.comm.ports import Ports
 from paceline.common.generators import seed_user_generators
-from paceline.common.reference import find, plain_json, refer_to
+from paceline.common.reference import Reference, find, plain_json, refer_to
 from paceline.errors import UsageError
 from paceline.launcher.checkpoints import CheckpointCoordinator
 from paceline.launcher.fault_clock import FaultClock
-from paceline.launcher.rank import run_rank
+from paceline.launcher.rank import delivered, run_rank
 from paceline.launcher.rank_process import Channel, Message, refuse_in_rank
 from paceline.launcher.signals import ASK, Stop
 from paceline.launcher.spec import LaunchSpec, OnDevice, takes
 from paceline.launcher.supervisor import run_ranks, threads_per_rank
 from paceline.launcher.transports import TRANSPORTS
-from paceline.record.folder import RankFiles, claim
+from paceline.launcher.typed_in import reference_of
+from paceline.record.delivery import Delivery, parts_of
+from paceline.record.folder import MODEL, RankFiles, claim
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.strategies import strategy_name, strategy_spec
 from paceline.strategies.base import homes_of
@@ -51,13 +53,13 @@ def launch(spec: LaunchSpec) -> Result:
     began_s = time.monotonic()
     refuse_in_rank()
     _refuse_under_launcher()
-    with claim(spec.out):
-        return _launch(spec, began_s)
+    with claim(spec.out), reference_of(spec) as train:
+        return _launch(spec, train, began_s)
 
 
-def _launch(spec: LaunchSpec, began_s: float) -> Result:
+def _launch(spec: LaunchSpec, train: Reference, began_s: float) -> Result:
     policy, checkpoints, hosts = spec.policy(), spec.checkpoints(), spec.many_hosts
-    common = _config_of_ranks(spec, policy)
+    common = _config_of_ranks(spec, train, policy)
     must_match = {name: common[name] for name in _MUST_MATCH}
     checkpoints.prepare({"strategy": repr(spec.method), **must_match}, spec.size)
     common["checkpoints"] = asdict(checkpoints.plan) if checkpoints.plan else None
@@ -66,7 +68,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
     if not spec.trace:
         recorder.no_trace()
     recorder.write_config(_config(spec, policy, common))
-    handlers = _handlers(recorder, checkpoints)
+    delivery = Delivery(spec.workers, spec.folder and spec.folder / MODEL)
+    handlers = _handlers(recorder, checkpoints, delivery)
     try:
         with Stop(checkpoints.on) as stop:
             returned = run_ranks(
@@ -89,7 +92,8 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
         recorder.close(ranks=spec.size)
     if STOPPED in returned:
         raise stop.error(checkpoints.how_to_resume())
-    return recorder.result(
+    delivery.end()
+    result = recorder.result(
         strategy_name(spec.method),
         [Summary(**summary) for summary in returned if summary is not None],
         workers=spec.workers,
@@ -98,12 +102,13 @@ def _launch(spec: LaunchSpec, began_s: float) -> Result:
         seed=spec.seed,
         **checkpoints.facts(),
     )
+    return result.with_delivery(delivery)
 
 
-def _config_of_ranks(spec: LaunchSpec, policy: MembershipPolicy) -> Message:
+def _config_of_ranks(spec: LaunchSpec, train: Reference, policy: MembershipPolicy) -> Message:
     """The configuration that every rank gets."""
     return {
-        "train": spec.train if isinstance(spec.train, dict) else refer_to(spec.train),
+        "train": train,
         "strategy": pack_strategy(spec.method),
         "workers": spec.workers,
         "seed": spec.seed,
@@ -134,7 +139,7 @@ def _config(spec: LaunchSpec, policy: MembershipPolicy, common: Message) -> Mess
 
 
 def _handlers(
-    recorder: RunRecorder, checkpoints: CheckpointCoordinator
+    recorder: RunRecorder, checkpoints: CheckpointCoordinator, delivery: Delivery
 ) -> dict[str, Callable[[Message], None]]:
     """The handler of each kind of message that ranks send."""
     return {
@@ -143,6 +148,7 @@ def _handlers(
         "no_trace": lambda record: recorder.no_trace(record["reason"]),
         "progress": recorder.progress,
         "saved": lambda record: checkpoints.add_report(Saved(**record)),
+        "delivered": delivery.take,
     }
 
 
@@ -178,8 +184,11 @@ def train_rank(ports: Ports, channel: Channel, argument: Message) -> Message:
         by_speed=argument["batch"] is not None,
     )
     try:
-        run_rank(session, find(argument["train"]), argument["arguments"])
+        returned = run_rank(session, find(argument["train"]), argument["arguments"])
         model_error = files.save_answer(session.model) if session.leads else None
+        for what, content in delivered(session, returned, argument["out"]):
+            for part in parts_of(what, session.rank, content):
+                channel.report("delivered", part)
     except Stopped:
         return STOPPED
     finally:

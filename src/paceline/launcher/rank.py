@@ -8,15 +8,29 @@ from typing import Any
 
 from paceline.errors import PacelineError, PeerLost, RunLost, ServingDone
 from paceline.launcher.spec import Train
+from paceline.record.delivery import packed_model, packed_return
 from paceline.training.session import Session
 from paceline.training.worker import Worker
 
 
-def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> None:
-    """Train and finish; a serving rank ends in ``worker.setup``."""
+def run_rank(session: Session, train: Train, arguments: Mapping[str, Any]) -> Any:
+    """Train and finish; return what ``train`` does. A serving rank ends in ``worker.setup``."""
+    returned = None
     with noting_origin(session), suppress(ServingDone):
-        train(Worker(session), **arguments)
+        returned = train(Worker(session), **arguments)
         session.finish()
+    return returned
+
+
+def delivered(session: Session, returned: Any, out: object) -> Iterator[tuple[str, bytes]]:
+    """What a rank delivers when it has finished: what ``train`` returned, and the final model.
+
+    The worker that leads delivers that, unless it was written to ``out``.
+    """
+    if returned is not None:
+        yield packed_return(returned)
+    if out is None and session.leads and session.model is not None:
+        yield packed_model(session.model.state_dict())
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from paceline.comm.metered import MeteredPorts
 from paceline.common.reference import Reference, find, refer_or_name
 from paceline.errors import PacelineError, UsageError, WorkerFailed
 from paceline.launcher.checkpoints import CheckpointCoordinator
-from paceline.launcher.rank import run_rank
+from paceline.launcher.rank import delivered, run_rank
 from paceline.launcher.spec import SimulationSpec, Train, takes
-from paceline.record.folder import TRACE, RecordedRun, claim, save_answer
+from paceline.record.delivery import Delivery
+from paceline.record.folder import MODEL, TRACE, RecordedRun, claim, save_answer
 from paceline.record.result import Result, RunRecorder, Summary
 from paceline.record.trace import Trace
 from paceline.sim.models import stands_for_note
@@ -66,7 +67,8 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
     if checkpoints.on and record is not None:
         raise UsageError("replay must not be used with checkpoints")
     cluster = asdict(spec.loaded_cluster)
-    checkpoints.prepare({**same, "train": refer_or_name(train), "cluster": cluster}, spec.size)
+    recorded = {**same, "train": refer_or_name(spec.train), "cluster": cluster}
+    checkpoints.prepare(recorded, spec.size)
     recorder = RunRecorder(spec.out, spec.on_metric, spec.on_progress, spec.loggers)
     checkpoints.follow(recorder)
     world = World(
@@ -82,14 +84,17 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         start_s=checkpoints.start_s,
         device=spec.one_device,
     )
-    recorder.write_config({"world": "simulated", **same, **_config(spec, policy, train)})
+    recorder.write_config({"world": "simulated", **same, **_config(spec, policy)})
     file = spec.folder / TRACE if spec.folder and spec.trace else None
     batching = _batching(spec, world, recorder)
     if batching is None:
         trace = Trace(file, lambda: world.calendar.now_s)
     else:
         trace = Trace(file, world.baton.earliest_s, place=world.baton.place)
-    ranks = _Ranks(spec, train, world, policy, checkpoints, recorder, trace, record, batching)
+    delivery = Delivery(spec.workers, spec.folder and spec.folder / MODEL)
+    ranks = _Ranks(
+        spec, train, world, policy, checkpoints, recorder, trace, record, batching, delivery
+    )
     try:
         world.run(ranks.run)
     finally:
@@ -97,7 +102,8 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
             batching.close()
         trace_hash = trace.close()
         recorder.close()
-    return recorder.result(
+    delivery.end()
+    result = recorder.result(
         strategy_name(spec.method),
         ranks.summaries,
         workers=spec.workers,
@@ -111,6 +117,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         batched=None if batching is None else batching.facts(),
         **checkpoints.facts(),
     )
+    return result.with_delivery(delivery)
 
 
 @dataclass
@@ -126,6 +133,7 @@ class _Ranks:
     trace: Trace
     record: Replay | None
     batching: Batching | None
+    delivery: Delivery
     summaries: list[Summary] = field(default_factory=list)
 
     def run(self, ports: SimulatedPorts) -> None:
@@ -134,7 +142,7 @@ class _Ranks:
         metered = metering(ports, self.trace)
         session = self._session(metered, ports.own)
         try:
-            run_rank(session, self.train, self.spec.arguments or {})
+            returned = run_rank(session, self.train, self.spec.arguments or {})
         except PacelineError:
             raise
         except Exception as error:
@@ -143,6 +151,8 @@ class _Ranks:
         folder = self.spec.folder
         model_error = save_answer(session.model, folder, self.trace) if session.leads else None
         self.summaries.append(summary_of(session, model_error))
+        for what, content in delivered(session, returned, folder):
+            self.delivery.put(what, session.rank, content)
         metered.close()
 
     def _session(self, ports: MeteredPorts, own: SimulatedRank) -> Session:
@@ -209,13 +219,13 @@ def _repeating(spec: SimulationSpec) -> Repeating | None:
     return Repeating(CudaGraphs(torch.device(spec.one_device)), Rows(spec.workers), at_most)
 
 
-def _config(spec: SimulationSpec, policy: MembershipPolicy, train: Train) -> dict[str, Any]:
+def _config(spec: SimulationSpec, policy: MembershipPolicy) -> dict[str, Any]:
     """The configuration of the run, for its folder."""
     model = spec.loaded_cluster.stands_for
     return {
         "spec": strategy_spec(spec.method),
         "synchronous": spec.method.synchronous,
-        "train": refer_or_name(train),
+        "train": refer_or_name(spec.train),
         "cluster": asdict(spec.loaded_cluster),
         "as_model": stands_for_note(model.model) if model else None,
         "faults": [asdict(fault) for fault in spec.faults],

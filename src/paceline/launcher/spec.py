@@ -32,7 +32,7 @@ from paceline.sim.models import as_model as stand_for
 from paceline.strategies import make_strategy, strategy_name
 from paceline.strategies.base import Strategy
 
-Train = Callable[..., None]
+Train = Callable[..., Any]
 P = ParamSpec("P")
 S = TypeVar("S")
 R = TypeVar("R")
@@ -128,7 +128,8 @@ class Started(RunSpec):
     """A run that starts its ranks itself.
 
     Args:
-        train: the training function; it is called on each worker.
+        train: the training function; it is called on each worker, and may return plain values and
+            tensors for ``result.returned``.
         workers: the number of workers; the strategy adds its servers and communicators.
         arguments: more keyword arguments for ``train``.
         on_progress: called a few times a second with rank, steps and progress of a worker.

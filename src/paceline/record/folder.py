@@ -131,6 +131,7 @@ class RankFiles:
     ) -> None:
         self._path, self._rank = (None if out is None else Path(out)), rank
         self._metrics: Lines | None = None
+        self._begun = False
         self.trace: Trace | None = None
         if self._path is not None:
             make_folder(self._path)
@@ -144,7 +145,9 @@ class RankFiles:
         """Append one line to the metrics of this rank."""
         if self._path is not None:
             path = self._path / f"metrics.{self._rank}.jsonl"
-            self._metrics = self._metrics or Lines(path, partial(_warn_of, path))
+            if self._metrics is None:
+                self._metrics = Lines(path, partial(_warn_of, path), append=self._begun)
+                self._begun = True
             self._metrics.add(json.dumps(record) + "\n")
 
     def save_answer(self, model: nn.Module | None) -> str | None:
@@ -152,11 +155,12 @@ class RankFiles:
         return save_answer(model, self._path, self.trace)
 
     def close(self) -> None:
-        """Write what is buffered and close the files."""
+        """Write what is buffered and close the files; a later metric is still appended."""
         if self.trace is not None:
             self.trace.close()
         if self._metrics is not None:
             self._metrics.close()
+        self._metrics = None
 
 
 def save_answer(model: nn.Module | None, folder: Path | None, trace: Trace | None) -> str | None:

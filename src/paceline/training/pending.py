@@ -75,12 +75,15 @@ class PendingBatches:
         self._done_with, self._forget = done_with, forget
         self._loops: list[Pass] = []
         """The loops that have drawn since the last step, the most recent last."""
+        self.own_samples = 0
+        """The samples that the script has drawn since the last step without a loader."""
 
     @property
     def samples(self) -> int:
         """The samples that count for the next step in any case."""
         last = self._loops[-1:]
-        return sum(loop.samples for loop in self._loops if not loop.left or loop in last)
+        of_loops = sum(loop.samples for loop in self._loops if not loop.left or loop in last)
+        return of_loops + self.own_samples
 
     def draw(self, loop: Pass, trains: bool) -> None:
         """Note that a loop draws a batch."""
@@ -112,6 +115,7 @@ class PendingBatches:
             self._use(loop)
             loop.samples = 0
         self._loops.clear()
+        self.own_samples = 0
 
     def close(self, loop: Pass) -> None:
         """Close a loop, because its loader starts another one."""
@@ -131,6 +135,7 @@ class PendingBatches:
             loop.held.clear()
             loop.samples = 0
         self._loops.clear()
+        self.own_samples = 0
 
     def _discard(self, loop: Pass) -> None:
         """Discard the unused batches of a loop that was left."""

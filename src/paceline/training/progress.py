@@ -33,7 +33,7 @@ class ProgressReport:
             "t": t,
             "steps": stepper.steps,
             "samples": stepper.samples,
-            "progress": session.progress if session.epochs else None,
+            "progress": session.progress if session.is_planned else None,
             "wait_s": meter.wait_s,
             "bytes": meter.bytes_sent,
             "stale_count": stale.count if stale else 0,

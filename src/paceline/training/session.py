@@ -103,6 +103,7 @@ class Session(RankListener):
         may_return: whether this rank may rejoin after it was left behind.
         pending: the batches that were drawn and not used yet.
         epochs, epochs_done: planned, and taken.
+        planned_steps: of this worker, where those are planned and not epochs.
         consensus: how far the workers were apart just before the end.
         unseen_batches: how many were lost with their workers.
         epoch_samples: how many samples all workers take in an epoch; None where that is not known.
@@ -143,6 +144,8 @@ class Session(RankListener):
         self.epoch_samples: int | None = None
         self.epochs: int | None = None
         self.epochs_done = 0.0
+        self.planned_steps: int | None = None
+        self._own_batches = 0
         self.stepper: Stepper | None = None
         self.model: nn.Module | None = None
         self.loaders: dict[int, PacedLoader] = {}
@@ -280,28 +283,47 @@ class Session(RankListener):
 
     def batch_arrived(self, loop: Pass, batch: DrawnBatch, asked_s: float) -> None:
         """Charge the loading of a batch that a loader returns, and count its samples."""
-        clock, costs, training = self.clock, self.costs, self.trains
+        training = self.trains
         self.pending.draw(loop, training)
         loop.held.append(batch)
         if self.catching_up:
             return
-        if costs is not None:
-            clock.charge(costs.loading_s(batch.samples, clock.now()))
-        load_s = clock.now() - asked_s
-        facts: Metric = {"epoch": batch.epoch, "index": batch.number, "samples": batch.samples}
-        facts["load_s"] = load_s
-        if costs is not None and not training:
-            facts["forward_s"] = costs.forward_s(batch.samples)
-            clock.charge(facts["forward_s"])
-        self.recorder.note("batch", **facts)
-        if self.stepper is not None:
-            self.stepper.io_s += load_s
+        place = {"epoch": batch.epoch, "index": batch.number}
+        self._take(batch.samples, batch.full, asked_s, place)
         if training and self.stepper is not None:
-            self.stepper.drew(batch.samples, batch.full)
             loop.samples += batch.samples
             self.epochs_done = max(self.epochs_done, batch.epochs_done)
             self._report_progress()
-        clock.switch_in()
+        self.clock.switch_in()
+
+    def own_batch(self, samples: int) -> None:
+        """Charge and count a batch that the script has drawn by itself."""
+        if self.global_batch is not None or self.shares is not None:
+            option = f"global_batch ({self.global_batch})" if self.global_batch else "batch"
+            raise UsageError(f"{option} needs data that worker.setup_dataloaders divides")
+        if self.catching_up:
+            return
+        if self.trains:
+            self.pending.own_samples += samples
+        self._take(samples, samples, self.clock.now(), {"epoch": 0, "index": self._own_batches})
+        self._own_batches += 1
+        self.clock.switch_in()
+
+    def _take(self, samples: int, full: int, asked_s: float, place: Metric) -> None:
+        """Charge a batch, note it, and count its samples for the next step if one may follow."""
+        clock, costs, stepper = self.clock, self.costs, self.stepper
+        if costs is not None:
+            clock.charge(costs.loading_s(samples, clock.now()))
+        load_s = clock.now() - asked_s
+        facts: Metric = {**place, "samples": samples, "load_s": load_s}
+        if costs is not None and not self.trains:
+            facts["forward_s"] = costs.forward_s(samples)
+            clock.charge(facts["forward_s"])
+        self.recorder.note("batch", **facts)
+        if stepper is not None:
+            stepper.io_s += load_s
+            if self.trains:
+                stepper.drew(samples, full)
 
     @property
     def trains(self) -> bool:
@@ -333,10 +355,20 @@ class Session(RankListener):
 
     @property
     def progress(self) -> float:
-        """The share of the planned samples that all workers have taken, as this one knows it."""
-        if self.epochs is None:
-            raise UsageError("progress needs a plan: worker.setup_dataloaders(loader, epochs=...)")
-        return min(1.0, self.epochs_done / self.epochs)
+        """The share of the plan that is done, as this worker knows it."""
+        if self.epochs is not None:
+            return min(1.0, self.epochs_done / self.epochs)
+        if self.planned_steps is not None:
+            return min(1.0, self.running.steps / self.planned_steps)
+        raise UsageError(
+            "progress needs a plan: worker.setup_dataloaders(loader, epochs=...), or"
+            " worker.plan(steps=...)"
+        )
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan, so that :attr:`progress` is known."""
+        return (self.epochs or self.planned_steps) is not None
 
     def _report_progress(self) -> None:
         now_s = time.monotonic()
@@ -360,6 +392,7 @@ class Session(RankListener):
         """Mark the batches of the step as used; share buffers; make a checkpoint, if due."""
         self.pending.after_step()
         self.buffers.after_step()
+        self._report_progress()
         if self.shares is not None:
             self.shares.after_step()
         if self.checkpointing is not None or self.growth is not None:

@@ -32,12 +32,17 @@ from paceline.training.rest import recalibrate
 from paceline.training.session import Session
 
 M = TypeVar("M", bound=nn.Module)
-_current: ContextVar[Worker] = ContextVar("worker")
+_current: ContextVar[Worker | None] = ContextVar("worker", default=None)
 
 
 def current_worker() -> Worker | None:
     """The worker of this process; in a simulation, of this thread. None outside of a run."""
-    return _current.get(None)
+    return _current.get()
+
+
+def forget_worker() -> None:
+    """Have no worker in this process any more: its run is over."""
+    _current.set(None)
 
 
 class Worker:
@@ -121,6 +126,32 @@ class Worker:
                 paced.resume(session.positions[number], session.catching_up)
         return loaders[id(loader)]
 
+    def samples(self, number: int) -> None:
+        """Count a batch that the script draws by itself: the next step's gradient is its mean.
+
+        Without :meth:`setup_dataloaders`, nothing else tells how many samples a step has: for the
+        weights of workers with unequal batches, for the result, and for virtual time, where
+        loading and computing are charged as for a batch of a loader. Call it between drawing a
+        batch and using it. Several calls before a step add up; without gradients
+        (``torch.no_grad()``) a batch counts as evaluated.
+
+        Nothing divides such data: each worker must draw other samples, by a seed with its rank.
+        The global generators of torch, numpy and Python have one, until the script sets another.
+        """
+        at_least("number", number, 1)
+        _ = self._session.running
+        self._session.own_batch(number)
+
+    def plan(self, *, steps: int) -> None:
+        """Say how many steps this worker is to make, for :attr:`progress`.
+
+        For a loop that is over a number of steps, not over the epochs of a loader.
+        """
+        at_least("steps", steps, 1)
+        self._session.planned_steps = steps
+        if self.began:
+            warn_of_long_interval(self.strategy, steps)
+
     @property
     def leads(self) -> bool:
         """Whether this is the first of the workers that are left: the one that logs and saves."""
@@ -155,7 +186,8 @@ class Worker:
     def progress(self) -> float:
         """The share of the planned samples that all workers have taken, as this one knows it.
 
-        From 0 to 1, by the place of this worker's last batch in the data; never waits.
+        From 0 to 1, by the place of this worker's last batch in the data; after :meth:`plan`, the
+        share of this worker's own steps. Never waits.
         """
         return self._session.progress
 

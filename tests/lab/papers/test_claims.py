@@ -1,7 +1,7 @@
 """The claims: all exist, describe themselves, and can get each of four verdicts."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -42,10 +42,10 @@ RECORD = {
 SCOPE = Scope(rates=LearningRates(RECORD, "abc"))
 
 
-def result(**fields):
+def result(**needed):
     """A result with only the fields that a test needs."""
-    empty = dict.fromkeys(Result.__dataclass_fields__)
-    return Result(**{**empty, "metrics": [], "first_step_s": 0.0, **fields})
+    empty = dict.fromkeys(field.name for field in fields(Result))
+    return Result(**{**empty, "metrics": [], "first_step_s": 0.0, **needed})
 
 
 # Descriptions ------------------------------------------------------------------------------------

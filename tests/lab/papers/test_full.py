@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +34,7 @@ def made_up(level, workers, seconds=1.0, steps=LEAST_STEPS):
         | dict.fromkeys(names, level * x**0.25)
         for x in np.linspace(0.125, 1, 8).tolist()
     ]
-    empty = dict.fromkeys(Result.__dataclass_fields__)
+    empty = dict.fromkeys(field.name for field in fields(Result))
     known = {"metrics": records, "accuracy": level, "workers": workers, "steps": steps * workers}
     clocks = {"first_step_s": 0.0, "seconds": 3.0, "startup_seconds": 1.0}
     return Result(**{**empty, **known, **clocks, "virtual_seconds": seconds})

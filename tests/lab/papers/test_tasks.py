@@ -1,5 +1,7 @@
 """The tasks of the claims: data sets from a folder, and the functions that train on them."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -95,7 +97,7 @@ def test_a_trail_differs_where_the_method_differs():
 
 
 def run_of(points, first_step_s=0.0):
-    empty = dict.fromkeys(Result.__dataclass_fields__)
+    empty = dict.fromkeys(field.name for field in fields(Result))
     records = [{"t": t, "progress": p, "accuracy": a} for t, p, a in points]
     return Result(**{**empty, "metrics": records, "first_step_s": first_step_s})
 
