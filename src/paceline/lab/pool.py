@@ -18,6 +18,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cores_of(number: int, processes: int) -> set[int]:
+    """The cores of one of so many processes: its own, unless there are fewer than processes."""
+    known = sorted(os.sched_getaffinity(0))
+    count = min(processes, len(known))
+    return set(known[number % count :: count])
+
+
 def run_jobs(
     jobs: Sequence[str], program: str, run: Callable[[str], str], processes: int
 ) -> Iterator[tuple[str, str]]:
@@ -34,11 +41,18 @@ def run_jobs(
 
 
 def run_next(
-    next_job: Callable[[], str | None], program: str, run: Callable[[str], str], processes: int
+    next_job: Callable[[], str | None],
+    program: str,
+    run: Callable[[str], str],
+    processes: int,
+    apart: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """The same where results decide what comes next.
 
-    ``next_job`` is asked whenever a process is idle; None: nothing before the next result.
+    Args:
+        next_job: asked whenever a process is idle; None: nothing before the next result.
+        program, run, processes: as for :func:`run_jobs`.
+        apart: whether each process has cores of its own.
     """
     if processes <= 1:
         while (job := next_job()) is not None:
@@ -53,6 +67,8 @@ def run_next(
             while busy < processes and (job := next_job()) is not None:
                 if busy == len(workers):
                     workers.append(_JobProcess(program, todo, done))
+                    if apart:
+                        workers[-1].keep_to(cores_of(len(workers) - 1, processes))
                 todo.put(job)
                 busy += 1
             if not busy:
@@ -95,6 +111,11 @@ class _JobProcess:
                 self._process.stdin.write(job + "\n")
                 self._process.stdin.flush()
             done.put((job, self._process.stdout.readline()))
+
+    def keep_to(self, numbers: set[int]) -> None:
+        """Let the process, which has just started, use only these cores."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, numbers)
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""

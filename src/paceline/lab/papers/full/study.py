@@ -78,7 +78,9 @@ class Study:
 
     def run(self, processes: int, say: Callable[[str], None]) -> None:
         """Make the runs that are missing, as long as there is time."""
-        for job, answer in run_next(self._next_job, PROGRAM, run_trial, processes):
+        # what waits for a GPU keeps to the core on which it began
+        apart = self._extent.device != "cpu"
+        for job, answer in run_next(self._next_job, PROGRAM, run_trial, processes, apart):
             outcome = TrialOutcome.from_dict(json.loads(answer))
             what = self._names[job]
             if outcome.result is None:
