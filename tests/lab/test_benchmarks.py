@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import warm
+from support.replays import Replays
 from support.runs import train
 
 import paceline as pl
@@ -262,6 +263,74 @@ def test_bench_scale_times_a_step_by_method_and_workers():
     ]
     assert all(row["cpu_us_per_step"] > 0 for row in rows)
     assert [row["ratio_to_fewest"] for row in rows[::2]] == [1.0] * 3
+
+
+# The laboratory ---------------------------------------------------------------------------------
+
+
+def test_bench_lab_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    from paceline.lab.bench import lab
+
+    monkeypatch.setattr(lab, "WARM_UP", 2)
+    monkeypatch.setattr(lab, "STEPS", 2)
+    cases = [*lab.cases_of(["mlp"], [3], ["gossip", "no method"], ["default"], "cpu", "on")]
+    seen, file = [], tmp_path / "rows.jsonl"
+    first = lab.bench_lab(cases[1:], file, on_row=seen.append)
+    rows = lab.bench_lab(cases, file, on_row=seen.append)
+    assert rows[1] == first[0]
+    # what has failed is tried again
+    assert [row["method"] for row in seen] == ["gossip", "no method", "joint step", "no method"]
+    joint, simulated, failed = rows
+    assert [row["method"] for row in rows] == ["joint step", "gossip", "no method"]
+    for row in (joint, simulated):
+        assert min(row[f"{name}_us"] for name in ("batched", "one_by_one", "big_batch")) > 0
+    assert simulated["share"] > 0.5 and simulated["recorded"] == 0
+    # parameters, gradients and momentum of three MLPs
+    assert simulated["own_gb"] == pytest.approx(3 * 3 * 4 * 101_770 / 1e9)
+    assert "no method" in failed["error"]
+    assert lab.bench_lab(cases, seconds=-1.0) == []
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet20"])
+def test_a_recorded_joint_step_is_the_one_that_is_told(model, monkeypatch):
+    from paceline.lab.bench import lab
+
+    monkeypatch.setattr(lab, "AT_MOST", 2)
+    monkeypatch.setattr(lab.Case, "batch_size", 2)
+    case, ends = lab.Case(model=model, workers=3, method=lab.JOINT), []
+    for recorder in (None, Replays()):
+        torch.manual_seed(0)
+        step, rows = lab.joint_step(case, recorder)
+        for _ in range(2):
+            step()
+        ends.append(rows.x[:3].clone())
+    told, recorded = ends
+    assert float((recorded - told).norm() / told.norm()) < 1e-4  # of sums in another order
+
+
+def test_the_check_of_a_gpu_makes_each_piece_once(tmp_path, monkeypatch, capsys):
+    script = load("lab_gpu", monkeypatch)
+    monkeypatch.setattr(script, "STRATEGIES", ["gossip", "allreduce"])
+    out = tmp_path / "lab.jsonl"
+    monkeypatch.setattr(sys, "argv", ["lab_gpu.py", "--device", "cpu", "--out", str(out)])
+    assert script.main() == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 9 and all(record.get("ok", True) for record in records)
+    assert "9 done, 0 left, 0 failed: none" in capsys.readouterr().out
+    assert script.main() == 0 and len(out.read_text().splitlines()) == 9
+
+
+def test_the_check_of_a_gpu_finds_another_gradient(monkeypatch):
+    script = load("lab_gpu", monkeypatch)
+    together = script.joint_of
+
+    def off(program, cases):
+        return together(program, [case._replace(x=case.x * 1.0001) for case in cases])
+
+    options = script.Options("cpu", 4)
+    assert script.check_gradients("mlp", options)["ok"]
+    monkeypatch.setattr(script, "joint_of", off)
+    assert not script.check_gradients("mlp", options)["ok"]
 
 
 # Timelines ---------------------------------------------------------------------------------------

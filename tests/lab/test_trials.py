@@ -48,7 +48,7 @@ def test_equal_trials_are_run_once_and_cached(batch):
 
 def test_a_trial_whose_outcome_is_in_the_folder_is_not_run_again(batch, monkeypatch):
     folder, trials, outcomes, _ = batch
-    monkeypatch.setattr("paceline.lab.trials._run_trial", None)
+    monkeypatch.setattr("paceline.lab.trials.run_trial", None)
     assert run_trials(trials, folder=folder) == outcomes
 
 

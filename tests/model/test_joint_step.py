@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.model import joint_step
 from paceline.model.flat import Flat
 from paceline.model.joint_step import ELEMENTWISE, JointStep
 
@@ -38,14 +39,16 @@ class Net(nn.Module):
 class Pair:
     """The same model twice: stepped parameter by parameter, and jointly."""
 
-    def __init__(self, kind=torch.optim.SGD, groups=lambda net: net.parameters(), **options):
+    def __init__(
+        self, kind=torch.optim.SGD, groups=lambda net: net.parameters(), fuses=False, **options
+    ):
         self.nets, self.optimizers = [Net(), Net()], []
         for net in self.nets:
             self.optimizers.append(kind(groups(net), **{"lr": 0.05, **options}))
         self.flat = Flat(self.nets[1], self.optimizers[1], lambda n, like: like.new_zeros(n))
         self.optimizers[1].register_step_pre_hook(lambda *_: None)  # in place of the replica's
         self.joint, self.calls, self.joint_calls = JointStep(self.flat, self.optimizers[1]), 0, 0
-        step, self.joint._step = self.joint._step, self._count
+        step, self.joint._step, self.joint._fuses = self.joint._step, self._count, fuses
         self._joint_step = step
 
     def _count(self, optimizer):
@@ -81,6 +84,25 @@ def test_it_is_the_step_of_each_parameter(kind, options):
     for _ in range(5):
         pair.step()
     pair.check(joint_calls=5)
+
+
+FUSED = [(kind, options) for kind in joint_step.FUSED for options in OPTIONS.get(kind, [{}])]
+
+
+@pytest.mark.parametrize(("kind", "options"), FUSED)
+def test_a_fused_step_is_the_step_of_each_parameter(kind, options):
+    pair = Pair(kind, fuses=True, **options)
+    pair.step().step()
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pair.step().step().check(joint_calls=4)
+
+
+def test_a_form_that_the_user_has_chosen_stays():
+    parameters = Net().parameters
+    assert joint_step.may_fuse(torch.optim.SGD(parameters(), lr=0.1))
+    assert not joint_step.may_fuse(torch.optim.SGD(parameters(), lr=0.1, foreach=False))
+    assert not joint_step.may_fuse(torch.optim.Adagrad(parameters(), lr=0.1))
 
 
 def test_each_group_has_options_of_its_own():

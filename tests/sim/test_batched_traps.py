@@ -11,13 +11,16 @@ import random
 
 import pytest
 import torch
+from support.replays import repeating
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.common.faults import Fault
+from paceline.lab.tasks.networks import GPT
+from paceline.launcher import simulate
 from paceline.sim.batching import proof
 
 STEPS, WORKERS = 7, 4
@@ -32,6 +35,17 @@ Y = torch.randint(0, 4, (70,), generator=GENERATOR)
 def any_speed(monkeypatch):
     """Have the probe accept a joint computation that is slower."""
     monkeypatch.setattr(proof, "WORTH", float("inf"))
+
+
+IS_RECORDED = False
+
+
+@pytest.fixture(autouse=True, params=["told", "recorded"])
+def recorded(request, monkeypatch):
+    """Compute as on the CPU, and as on a GPU."""
+    monkeypatch.setitem(globals(), "IS_RECORDED", request.param == "recorded")
+    if IS_RECORDED:
+        monkeypatch.setattr(simulate, "_repeating", repeating)
 
 
 # Models ------------------------------------------------------------------------------------------
@@ -216,6 +230,39 @@ class Words(nn.Module):
         return self.last((hidden[0] if isinstance(hidden, tuple) else hidden).mean(1))
 
 
+class Pooled(nn.Module):
+    """The mean of what a model says of all places of a text."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).mean(1)
+
+
+class Masked(nn.Module):
+    """Attention, with a mask of one of several kinds."""
+
+    def __init__(self, mask, dropped=0.0):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 24), nn.Linear(8, 4)
+        self.mask, self.dropped = mask, dropped
+
+    def forward(self, x):
+        query, key, value = self.a(x.view(-1, 3, 4).repeat(1, 1, 3)).view(-1, 3, 3, 2, 4).unbind(2)
+        parts = [part.transpose(1, 2) for part in (query, key, value)]
+        seen = scaled_dot_product_attention(*parts, self.mask_of(x), self.dropped)
+        return self.b(seen.transpose(1, 2).flatten(2)).mean(1)
+
+    def mask_of(self, x):
+        if self.mask == "of samples":
+            return x.view(-1, 3, 4).sum(-1)[:, None, None, :]
+        if self.mask == "of heads":
+            return torch.arange(6.0, dtype=x.dtype).view(1, 2, 3, 1)
+        return torch.ones(3, 3, dtype=torch.bool).tril() if self.mask == "of places" else None
+
+
 class Told(Net):
     """Does something else for each type of an argument."""
 
@@ -306,6 +353,11 @@ def skip(model, optimizer, x, y, step, worker):
         loss.backward()
         optimizer.step()
     return loss
+
+
+@stepped
+def one_part(model, x, y, worker):
+    return cross_entropy(model(x)[0], y)
 
 
 @stepped
@@ -442,7 +494,11 @@ def higher(model, optimizer, x, y, step, worker):
 # Running them ------------------------------------------------------------------------------------
 
 
-def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64, optimize=sgd):
     """The result, and the last loss and parameters of each worker."""
     ends = {}
 
@@ -451,9 +507,7 @@ def run(make, loop, data, strategy, batched, hook=None, dtype=torch.float64):
         model = make().to(dtype)
         if hook is not None:
             hook(model)
-        optimizer = torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
-        )
+        optimizer = optimize([p for p in model.parameters() if p.requires_grad])
         model, optimizer = worker.setup(model, optimizer)
         loader = DataLoader(TensorDataset(data, Y), batch_size=4, shuffle=True)
         loader = worker.setup_dataloaders(loader)
@@ -482,6 +536,9 @@ def check(make=Net, loop=plain, data=X, strategy="sasgd(interval=3)", why=None, 
     assert many.trace_hash == one.trace_hash
     assert many.batched["why_not"] is None if why is None else why in many.batched["why_not"]
     assert many.batched["share"] > share if why is None else many.batched["share"] < 0.99
+    assert many.batched["why_not_recorded"] is None
+    if IS_RECORDED and why is None and share > 0:
+        assert many.batched["recorded"] > 0.3
     tolerance = 1e-9 if more.get("dtype", torch.float64) is torch.float64 else 0.03
     for rank, (loss, state, count) in alone.items():
         assert together[rank][0] == pytest.approx(loss, rel=tolerance, abs=tolerance)
@@ -500,17 +557,17 @@ def test_a_loop_is_the_same(loop):
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "downpour", "layered", "allreduce"])
-@pytest.mark.parametrize("loop", [accumulate, thrice, talk], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [plain, accumulate, thrice, talk], ids=lambda loop: loop.__name__)
 def test_a_loop_is_the_same_with_another_method(loop, strategy):
     check(loop=loop, strategy=strategy, share=0.4 if loop is thrice else -1)
 
 
 @pytest.mark.parametrize(
     ("make", "loop"),
-    [(Parts, parts), (Parts, hidden_only), (Losses, loss_inside), (Scaled, schedule)]
-    + [(Told, scaled)],
-    ids=["tuple and dict", "other parameters", "loss inside", "an attribute that changes"]
-    + ["an argument"],
+    [(Parts, parts), (Parts, one_part), (Parts, hidden_only), (Losses, loss_inside)]
+    + [(Scaled, schedule), (Told, scaled)],
+    ids=["tuple and dict", "a part unused", "other parameters", "loss inside"]
+    + ["an attribute that changes", "an argument"],
 )
 def test_a_model_and_its_loop_are_the_same(make, loop):
     check(make, loop, share=0.3)
@@ -528,6 +585,8 @@ LAYERS = {
     "convolution": [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)],
     "batch norm": [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
     + [nn.Linear(144, 4)],
+    "batch norm and pooling": [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    + [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)],
     "batch norm without statistics": [nn.BatchNorm2d(3, track_running_stats=False), nn.Flatten()]
     + [nn.Linear(192, 4)],
     "group norm": [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 4)],
@@ -546,6 +605,28 @@ LAYERS = {
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 def test_layers_of_images_are_the_same(layers):
     check(images(*layers), data=IMAGES)
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_the_same(name):
+    check(optimize=OPTIMIZERS[name])
+
+
+def test_a_transformer_is_the_same():
+    check(lambda: Pooled(GPT(width=16, layers=1, heads=2)), data=WORDS)
+
+
+@pytest.mark.parametrize("mask", ["none", "of places", "of heads", "of samples"])
+def test_attention_with_a_mask_is_the_same(mask):
+    check(lambda: Masked(mask))
 
 
 def test_attention_is_the_same():
@@ -663,10 +744,20 @@ def test_runs_whose_steps_depend_on_others_are_refused(why, tmp_path):
         pl.simulate(train, strategy="gossip", batched="on", out=tmp_path / "run", **RUNS[why])
 
 
-@pytest.mark.parametrize("make", [Dropout, Noise])
-def test_random_layers_repeat_from_run_to_run(make):
-    first, ends = run(make, plain, X, "gossip", "auto")
-    again, same = run(make, plain, X, "gossip", "auto")
+DROPPING = [nn.Conv2d(3, 4, 3), nn.Dropout2d(), nn.Flatten(), nn.Linear(144, 4)]
+RANDOM = {
+    "dropout": (Dropout, X),
+    "noise": (Noise, X),
+    "dropout of channels": (images(*DROPPING), IMAGES),
+    "dropout of attention": (lambda: Masked("of samples", 0.3), X),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_layers_repeat_from_run_to_run(name):
+    make, data = RANDOM[name]
+    first, ends = run(make, plain, data, "gossip", "auto")
+    again, same = run(make, plain, data, "gossip", "auto")
     assert first.batched["share"] > 0.5
     assert [end[0] for end in ends.values()] == [end[0] for end in same.values()]
     assert again.trace_hash == first.trace_hash

@@ -20,6 +20,7 @@ from paceline.cli.options import (
     CheckpointOptions,
     Device,
     FaultOptions,
+    FullOptions,
     GlobalBatchSize,
     Listen,
     Log,
@@ -36,7 +37,7 @@ from paceline.cli.options import (
     is_typed,
     refuse_together,
 )
-from paceline.cli.screen import show_result
+from paceline.cli.screen import Screen, show_result
 from paceline.cli.task import choose_out, find_task
 from paceline.cli.train import Job, join_hosts, join_run, replay_run
 from paceline.common.options import at_least, one_of
@@ -183,6 +184,7 @@ def sim(
     global_batch: GlobalBatchSize = None,
     batch: BatchShares = None,
     batched: Batched = "off",
+    device: BenchDevice = "cpu",
     log: Log = None,
     replay: Annotated[
         Path | None,
@@ -203,6 +205,7 @@ def sim(
     check_virtual_workers(workers, job.strategy)
     target.check_faults([*target.faults, *script], len(job.strategy.roles(workers)))
     policy = {**injected.policy(), **saving.policy(), "batched": batched, "log": log or ()}
+    policy["device"] = device
     result = job.simulate(screen, workers, target, faults=script, policy=policy)
     show_result(screen, result, job.task.name, target.name)
     _exit_if_failed(result)
@@ -520,6 +523,7 @@ def calibrate(
 @command(app)
 def papers(
     output: OutputOptions,
+    larger: FullOptions,
     name: Annotated[
         str | None, Argument(metavar="[CLAIM]", help="One claim. [default: all]")
     ] = None,
@@ -530,12 +534,9 @@ def papers(
         bool, Option("--sweep", help="Make the file of learning rates; continues an earlier sweep.")
     ] = False,
     full: Annotated[
-        bool, Option("--full", help="Use whole data sets and more seeds; takes hours.")
+        bool,
+        Option("--full", help="Test the claims about accuracy in longer runs, rates included."),
     ] = False,
-    data: Annotated[
-        Path | None,
-        Option("--data", help="Folder with CIFAR-10, Fashion-MNIST and BANKING77, for --full."),
-    ] = None,
     seed: Annotated[int, Option("--seed", help="Seed of the experiments.")] = 0,
     rates: Annotated[
         Path | None, Option("--rates", help="File of learning rates. [default: the recorded one]")
@@ -549,9 +550,39 @@ def papers(
     from paceline.cli import papers as p
 
     check_seed(seed)
-    choice = p.Choice(name=name, seed=seed, full=full, data=data, rates=rates, out=out)
+    larger.check(full)
+    if full:
+        if sweep or rates is not None:
+            option = "--sweep" if sweep else "--rates"
+            raise UsageError(f"{option} must not be given with --full: it sweeps its own rates")
+        _papers_full(output.screen(), name, list_, seed, larger, out)
+        return
+    choice = p.Choice(name=name, seed=seed, rates=rates, out=out)
     act = p.list_claims if list_ else p.sweep_rates if sweep else p.try_claims
     act(output.screen(), choice)
+
+
+def _papers_full(
+    screen: Screen, name: str | None, list_: bool, seed: int, larger: FullOptions, out: Path | None
+) -> None:
+    """The full form of the claims."""
+    from paceline.cli import papers_full as p
+    from paceline.lab.papers.full.setup import Extent
+
+    extent = Extent(
+        seed=seed,
+        scale=larger.scale,
+        data=larger.data,
+        device=larger.device,
+        batched=larger.batched,
+    )
+    choice = p.FullChoice(
+        name=name, extent=extent, out=out, minutes=larger.minutes, processes=larger.processes
+    )
+    if list_:
+        p.list_full(screen, choice)
+    elif code := p.try_full(screen, choice):
+        raise typer.Exit(code)
 
 
 @command(app)
@@ -667,6 +698,52 @@ def bench_hosts(
     from paceline.cli.benches import show_hosts
 
     show_hosts(output.screen(), link or [], repeats)
+
+
+@command(bench, name="lab")
+def bench_lab(
+    output: OutputOptions,
+    model: Annotated[
+        list[str] | None,
+        Option(
+            "--model", help="A network; may be repeated. [default: mlp, cnn; on a GPU resnet20]"
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        Option("--workers", "-w", help="Number of workers; may be repeated. [default: 64]"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        Option("--strategy", "-s", help="A method; may be repeated. [default: sasgd(interval=16)]"),
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        Option("--precision", help="default, tf32 or bf16; may be repeated."),
+    ] = None,
+    device: BenchDevice = "cpu",
+    batched: Batched = "on",
+    file: Annotated[
+        Path | None, Option("--file", help="Holds the rows; those in it are not timed again.")
+    ] = None,
+    minutes: Annotated[
+        float | None, Option("--minutes", help="Begin with nothing more after so long.")
+    ] = None,
+) -> None:
+    """Time the gradients of many virtual workers, computed together and one at a time."""
+    from paceline.cli.benches import LabChoice, show_lab
+
+    chosen = LabChoice(
+        models=model or (["mlp", "cnn"] if device == "cpu" else ["resnet20"]),
+        workers=workers or [64],
+        methods=strategy or ["sasgd(interval=16)"],
+        precisions=precision or ["default"],
+        device=device,
+        batched=batched,
+        file=file,
+        minutes=minutes,
+    )
+    show_lab(output.screen(), chosen)
 
 
 @command(bench, name="sim")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.cli.screen import Screen, number, size
-from paceline.cli.task import check_device
-from paceline.common.options import at_least, one_of
+from paceline.common.options import above, at_least, check_device, one_of
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers
 
 
@@ -96,19 +97,85 @@ def show_sim(screen: Screen, workers: int, repeats: int, steps: int) -> None:
 
     rows = bench_sim(workers, repeats, steps)
     screen.table(
-        ["gradients", "workers", "events/s", "overhead", "us per step"],
+        ["gradients", "workers", "events/s", "overhead", "half of the repeats", "us", "of threads"],
         [
             (
                 row["model"] or "none",
                 str(row["workers"]),
                 number(round(row["events_per_s"])),
-                "-" if row["overhead_share"] is None else f"{row['overhead_share']:+.1%}",
-                "-" if row["overhead_share"] is None else f"{row['overhead_us_per_step']:.0f}",
+                *_overhead(row),
             )
             for row in rows
         ],
     )
     screen.emit({"rows": rows})
+
+
+def _overhead(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["overhead_share"] is None:
+        return ("-",) * 4
+    low, high = row["overhead_quartiles"]
+    share, step_us = row["overhead_share"], row["overhead_us_per_step"]
+    spread, threads = f"{low:+.1%} to {high:+.1%}", row["of_threads_share"]
+    return f"{share:+.1%}", spread, f"{step_us:.0f}", f"{threads:+.1%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabChoice:
+    """The options of ``bench lab``; all combinations are timed."""
+
+    models: list[str]
+    workers: list[int]
+    methods: list[str]
+    precisions: list[str]
+    device: str
+    batched: str
+    file: Path | None
+    minutes: float | None
+
+
+def show_lab(screen: Screen, chosen: LabChoice) -> None:
+    """Time the gradients of many virtual workers; each row is shown when it is known."""
+    device = one_device(chosen.device)
+    one_of("batched", chosen.batched, ("auto", "on"))
+    for workers in chosen.workers:
+        check_virtual_workers(workers)
+    if chosen.minutes is not None:
+        above("minutes", chosen.minutes, 0)
+    from paceline.lab.bench.lab import MODELS, PRECISIONS, bench_lab, cases_of
+    from paceline.strategies import make_strategy
+
+    for model in chosen.models:
+        one_of("model", model, MODELS)
+    for precision in chosen.precisions:
+        one_of("precision", precision, PRECISIONS)
+    for method in chosen.methods:
+        make_strategy(method)
+    named = chosen.models, chosen.workers, chosen.methods, chosen.precisions
+    cases = [*cases_of(*named, device, chosen.batched)]
+    seconds = float("inf") if chosen.minutes is None else 60 * chosen.minutes
+    rows = bench_lab(cases, chosen.file, seconds, lambda row: screen.say(" ".join(_lab_cells(row))))
+    head = ["model", "precision", "workers", "method", "together", "alone", "big batch", "ratio"]
+    screen.table([*head, "batch", "memory, own"], [_lab_cells(row) for row in rows])
+    if left := len(cases) - len(rows):
+        screen.say(f"{left} of {len(cases)} are left: run the same command again.")
+    screen.emit({"rows": rows, "left": left})
+
+
+def _lab_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    first = row["model"], row["precision"], str(row["workers"]), row["method"]
+    if "error" in row:
+        return (*first, row["error"], "", "", "", "", "")
+    micros = [row[name] for name in ("batched_us", "one_by_one_us", "big_batch_us")]
+    mean, own = row.get("mean"), f"{row['own_gb']:.2g}"
+    memory = row["host_gb"] if row["device_gb"] is None else row["device_gb"]
+    return (
+        *first,
+        *(f"{us:.0f} us" for us in micros),
+        f"{micros[0] / micros[2]:.2f}",
+        "-" if mean is None else f"{mean:.1f}",
+        f"{memory:.1f} GB, {own}",
+    )
 
 
 def show_scale(screen: Screen, repeats: int, steps: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 from paceline.cli.screen import Screen
-from paceline.cli.task import check_device
+from paceline.common.options import check_device
 from paceline.errors import UsageError
 from paceline.lab.drill.conduct import CaseReport, conduct
 from paceline.lab.drill.leftovers import Leftovers

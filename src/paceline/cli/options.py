@@ -23,6 +23,7 @@ from typer import Argument, Option
 
 from paceline.cli.screen import Screen
 from paceline.common.faults import EXAMPLE, Fault, parse_fault
+from paceline.common.options import above, at_least, check_device, one_of
 from paceline.errors import PacelineError, UsageError
 from paceline.sim.cluster import read_faults
 from paceline.sim.models import MODELS
@@ -280,6 +281,41 @@ class CalibrationOptions(ScriptOptions):
         """The arguments for ``train``."""
         names = ("steps", "batch_size", "model")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullOptions:
+    """The options of ``paceline papers --full``."""
+
+    scale: Annotated[
+        float, Option("--scale", help="With --full: the share of the epochs to train.")
+    ] = 1.0
+    minutes: Annotated[
+        float | None,
+        Option("--minutes", help="With --full: end after so long; the next call goes on."),
+    ] = None
+    processes: Annotated[
+        int | None, Option("--processes", help="With --full: runs at a time. [default: the cores]")
+    ] = None
+    data: Annotated[
+        Path | None,
+        Option("--data", help="With --full: folder of CIFAR-10, for ResNet-20 on it."),
+    ] = None
+    device: BenchDevice = "cpu"
+    batched: Batched = "off"
+
+    def check(self, full: bool) -> None:
+        """Refuse them without ``--full``, and values out of range."""
+        for each in fields(self):
+            if not full and getattr(self, each.name) != each.default:
+                raise UsageError(f"--{each.name} must not be given without --full")
+        above("scale", self.scale, 0)
+        if self.minutes is not None:
+            above("minutes", self.minutes, 0)
+        if self.processes is not None:
+            at_least("processes", self.processes, 1)
+        one_of("batched", self.batched, ("auto", "on", "off"))
+        check_device(self.device)
 
 
 def refuse_together(

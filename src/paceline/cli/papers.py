@@ -13,7 +13,7 @@ from paceline.cli.task import choose_out
 from paceline.lab.papers import CLAIMS, find_claim
 
 if TYPE_CHECKING:
-    from paceline.lab.papers.claim import Claim, ClaimResult, Scope
+    from paceline.lab.papers.claim import Claim, ClaimResult, Described, Scope
     from paceline.lab.papers.verdict import Figure
 
 
@@ -23,8 +23,6 @@ class Choice:
 
     name: str | None
     seed: int
-    full: bool
-    data: Path | None
     rates: Path | None
     out: Path | None
 
@@ -43,7 +41,7 @@ def list_claims(screen: Screen, choice: Choice) -> None:
     """Show each claim, its source, and how it is tested and judged."""
     claims = choice.claims()
     for claim in claims:
-        _show_words(screen, claim)
+        show_words(screen, claim)
     screen.emit({"claims": [claim.description() for claim in claims]})
 
 
@@ -51,16 +49,13 @@ def sweep_rates(screen: Screen, choice: Choice) -> None:
     """Make the file of learning rates."""
     from paceline.lab.papers.rates import LearningRates
     from paceline.lab.papers.sweeping import make_rates
-    from paceline.lab.papers.tasks import FULL, QUICK, check_data
+    from paceline.lab.papers.tasks import QUICK
 
-    if choice.full:
-        check_data(choice.data)
     path, began_s = choice.rates_path(), time.monotonic()
     make_rates(
-        FULL if choice.full else QUICK,
+        QUICK,
         path=path,
         folder=choice.out or Path("runs") / "papers-sweep",
-        data=choice.data if choice.full else None,
         say=screen.say,
     )
     rates, took_s = LearningRates.read(path), time.monotonic() - began_s
@@ -92,7 +87,6 @@ def try_claims(screen: Screen, choice: Choice) -> None:
         {
             "claims": [finding.to_json() for finding in findings],
             "seed": choice.seed,
-            "full": choice.full,
             "rates_sha256": scope.rates.sha256,
             "seconds": took_s,
             "runs": str(folder),
@@ -101,21 +95,17 @@ def try_claims(screen: Screen, choice: Choice) -> None:
 
 
 def scope_of(choice: Choice) -> Scope:
-    """The extent of the tests; refuses missing data or rates."""
+    """The extent of the tests; refuses missing rates."""
     from paceline.lab.papers.claim import Scope
     from paceline.lab.papers.rates import LearningRates
-    from paceline.lab.papers.tasks import check_data
 
-    if choice.full:
-        check_data(choice.data)
     rates = LearningRates.read(choice.rates_path())
-    data = choice.data if choice.full else None
-    return Scope(rates=rates, seed=choice.seed, full=choice.full, data=data)
+    return Scope(rates=rates, seed=choice.seed)
 
 
 def show_finding(screen: Screen, finding: ClaimResult) -> None:
     """Show a claim, its source, the figures with their intervals, and the verdict."""
-    _show_words(screen, finding.claim)
+    show_words(screen, finding.claim)
     for figure in finding.figures:
         screen.show(screen.wrap(_line_of(figure), "    "))
     screen.show(f"  {finding.verdict}")
@@ -125,7 +115,8 @@ def show_finding(screen: Screen, finding: ClaimResult) -> None:
         screen.show(screen.wrap(reason, "    "))
 
 
-def _show_words(screen: Screen, claim: Claim) -> None:
+def show_words(screen: Screen, claim: Described) -> None:
+    """Show what a claim says, and how it is tested."""
     screen.show(f"\n{claim.id}")
     texts = claim.description()
     for name in ("claim", "paper", "source", "setup", "rule", "needs"):

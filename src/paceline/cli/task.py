@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -125,12 +124,6 @@ def choose_out(out: Path | None, what: str) -> Path:
             chosen.mkdir(FOLDER_MODE)
             break
     return chosen
-
-
-def check_device(device: str) -> None:
-    """Refuse what is not the name of a device; the run itself checks that it exists."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise UsageError(f"device ({device}) must be cpu, cuda, or cuda:0, cuda:1, ...")
 
 
 def _check_numbers(arguments: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.screen import LineView, Replayed, Screen, show_result
 from paceline.cli.script import read_script
-from paceline.cli.task import Task, check_device, choose_out, recorded_task
+from paceline.cli.task import Task, choose_out, recorded_task
 from paceline.cli.watch import live_page
 from paceline.comm.launchers import launched
-from paceline.common.options import one_of
+from paceline.common.options import check_device, one_of
 from paceline.common.reading import refuse_malformed
 from paceline.errors import PacelineError, UsageError
 from paceline.launcher.capacity import check_real_workers, check_virtual_workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -159,3 +160,9 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
     if type(value) is not hint:
         raise UsageError(f"{where}: {name} ({value}) must be of type {type_name(hint)}")
     return value
+
+
+def check_device(device: str) -> None:
+    """Refuse what is not the name of a device; the run itself checks that it exists."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UsageError(f"device ({device}) must be cpu, cuda, or cuda:0, cuda:1, ...")

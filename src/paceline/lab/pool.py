@@ -18,6 +18,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cores_of(number: int, processes: int) -> set[int]:
+    """The cores of one of so many processes: its own, unless there are fewer than processes."""
+    known = sorted(os.sched_getaffinity(0))
+    count = min(processes, len(known))
+    return set(known[number % count :: count])
+
+
 def run_jobs(
     jobs: Sequence[str], program: str, run: Callable[[str], str], processes: int
 ) -> Iterator[tuple[str, str]]:
@@ -29,24 +36,54 @@ def run_jobs(
         run: runs one job in this process; used if there is only one job or one process.
         processes: the number of processes.
     """
-    if min(processes, len(jobs)) <= 1:
-        for job in jobs:
+    todo = iter(jobs)
+    yield from run_next(lambda: next(todo, None), program, run, min(processes, len(jobs)))
+
+
+def run_next(
+    next_job: Callable[[], str | None],
+    program: str,
+    run: Callable[[str], str],
+    processes: int,
+    apart: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """The same where results decide what comes next.
+
+    Args:
+        next_job: asked whenever a process is idle; None: nothing before the next result.
+        program, run, processes: as for :func:`run_jobs`.
+        apart: whether each process has cores of its own.
+    """
+    if processes <= 1:
+        while (job := next_job()) is not None:
             yield job, run(job)
         return
     todo: SimpleQueue[str | None] = SimpleQueue()
     done: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    for item in [*jobs, *[None] * processes]:
-        todo.put(item)
-    workers = [_JobProcess(program, todo, done) for _ in range(min(processes, len(jobs)))]
+    workers: list[_JobProcess] = []
+    busy = 0
     try:
-        for _ in jobs:
+        while True:
+            while busy < processes and (job := next_job()) is not None:
+                if busy == len(workers):
+                    workers.append(_JobProcess(program, todo, done))
+                    if apart:
+                        workers[-1].keep_to(cores_of(len(workers) - 1, processes))
+                todo.put(job)
+                busy += 1
+            if not busy:
+                return
             job, result = done.get()
+            busy -= 1
             if not result:
                 raise PacelineError("a process of the pool ended before it answered")
             yield job, result
     finally:
         for worker in workers:
-            worker.end()
+            worker.kill()
+            todo.put(None)
+        for worker in workers:
+            worker.join()
 
 
 class _JobProcess:
@@ -75,10 +112,18 @@ class _JobProcess:
                 self._process.stdin.flush()
             done.put((job, self._process.stdout.readline()))
 
-    def end(self) -> None:
+    def keep_to(self, numbers: set[int]) -> None:
+        """Let the process, which has just started, use only these cores."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, numbers)
+
+    def kill(self) -> None:
         """Kill the process, whatever it is doing."""
+        self._process.kill()
+
+    def join(self) -> None:
+        """Wait until nothing of it is left; it was killed, and None came for its thread."""
         with suppress(OSError), self._process:
-            self._process.kill()
             self._thread.join()
 
 

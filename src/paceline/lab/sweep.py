@@ -28,38 +28,47 @@ MakeTrial = Callable[[float, int], Trial]
 
 @dataclass
 class Arm:
-    """One way to train, and the accuracies of each rate tried so far."""
+    """One way to train, and the accuracies of each rate tried so far.
+
+    Attributes:
+        seeds: of the runs; the first one rules out rates that are far from the best.
+        most: how many rates are tried at most, also if the best is at an edge; None: any number.
+        factor: between two rates beyond the grid.
+    """
 
     name: str
     trial: MakeTrial
     grid: Sequence[float] = GRID
     accuracies: dict[float, list[float]] = field(default_factory=dict)
+    seeds: Sequence[int] = SEEDS
+    most: int | None = None
+    factor: float = 2.0
 
     def next_runs(self) -> list[tuple[float, int]]:
         """The rates and seeds to try next; none if the best is known."""
         untried = [rate for rate in self.grid if rate not in self.accuracies]
         if untried:
-            return [(rate, SEEDS[0]) for rate in untried]
+            return [(rate, self.seeds[0]) for rate in untried]
         best = max(values[0] for values in self.accuracies.values())
         near = [rate for rate, values in self.accuracies.items() if best - values[0] <= FAR]
-        incomplete = [rate for rate in near if len(self.accuracies[rate]) < len(SEEDS)]
+        incomplete = [rate for rate in near if len(self.accuracies[rate]) < len(self.seeds)]
         if incomplete:
-            return [(rate, seed) for rate in incomplete for seed in SEEDS[1:]]
-        beyond = self._beyond_edge()
-        return [] if beyond is None else [(beyond, SEEDS[0])]
+            return [(rate, seed) for rate in incomplete for seed in self.seeds[1:]]
+        beyond = None if len(self.accuracies) == self.most else self._beyond_edge()
+        return [] if beyond is None else [(beyond, self.seeds[0])]
 
     def _beyond_edge(self) -> float | None:
         """The next rate to try if the best lies at an edge."""
         edges = {
-            min(self.accuracies): min(self.accuracies) / 2,
-            max(self.accuracies): max(self.accuracies) * 2,
+            min(self.accuracies): min(self.accuracies) / self.factor,
+            max(self.accuracies): max(self.accuracies) * self.factor,
         }
         return edges.get(self.best)
 
     @property
     def best(self) -> float:
         """The rate of the highest mean accuracy among those that were tried with every seed."""
-        complete = {r: v for r, v in sorted(self.accuracies.items()) if len(v) == len(SEEDS)}
+        complete = {r: v for r, v in sorted(self.accuracies.items()) if len(v) == len(self.seeds)}
         return max(complete, key=lambda rate: round(statistics.fmean(complete[rate]), 4))
 
     def add(self, rate: float, accuracy: float) -> None:

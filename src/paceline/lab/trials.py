@@ -24,6 +24,9 @@ from paceline.sim.cluster import Cluster
 from paceline.strategies.base import Strategy
 from paceline.strategies.packing import pack_strategy, unpack_strategy
 
+PROGRAM = "paceline.lab.trials"
+"""What the processes of a pool run: this module."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -38,6 +41,7 @@ class Trial:
         faults: the faults to inject.
         on_loss, max_restarts: what the run does about losses.
         train: where to find the training function; by default that of the built-in task.
+        device, batched: where and how the gradients are computed.
     """
 
     strategy: Strategy
@@ -49,12 +53,16 @@ class Trial:
     on_loss: str | None = None
     max_restarts: int = 0
     train: Reference = field(default_factory=lambda: BUILT_IN)
+    device: str = "cpu"
+    batched: str = "off"
 
     def config(self) -> dict[str, Any]:
         """Everything that decides the outcome, except the versions of the software."""
         policy = {"on_loss": self.on_loss, "max_restarts": self.max_restarts}
+        where = {"device": (self.device, "cpu"), "batched": (self.batched, "off")}
         return {
             **{name: value for name, value in policy.items() if value},
+            **{name: value for name, (value, usual) in where.items() if value != usual},
             "train": self.train,
             "strategy": pack_strategy(self.strategy),
             "workers": self.workers,
@@ -93,6 +101,8 @@ class Trial:
                 on_loss=self.on_loss,
                 max_restarts=self.max_restarts,
                 arguments=self.arguments,
+                device=self.device,
+                batched=self.batched,
             )
         except PacelineError as error:
             return TrialOutcome(error=str(error), exit_code=error.exit_code)
@@ -150,14 +160,14 @@ def run_trials(
             todo.append(config)
         else:
             note(config, cached)
-    for config, result in run_jobs(todo, "paceline.lab.trials", _run_trial, processes or cores()):
+    for config, result in run_jobs(todo, PROGRAM, run_trial, processes or cores()):
         outcome = TrialOutcome.from_dict(json.loads(result))
         cache.add(config, result)
         note(config, outcome)
     return [outcomes[config] for config in configs]
 
 
-def _run_trial(config: str) -> str:
+def run_trial(config: str) -> str:
     """Run one trial; its configuration and its outcome are JSON."""
     return json.dumps(asdict(Trial.from_config(json.loads(config)).run()))
 
@@ -207,4 +217,4 @@ def _without_none(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve_jobs(_run_trial)
+    serve_jobs(run_trial)

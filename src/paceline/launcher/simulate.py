@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,7 @@ from paceline.training.session import Listener, Session
 from paceline.training.summary import summary_of
 
 if TYPE_CHECKING:
-    from paceline.sim.batching.batching import Batching
+    from paceline.sim.batching.batching import Batching, Repeating
 
 
 @takes(SimulationSpec)
@@ -46,7 +47,10 @@ def simulate(spec: SimulationSpec) -> Result:
     """
     began_s = time.monotonic()
     with claim(spec.out):
-        return _simulate(spec, began_s)
+        result = _simulate(spec, began_s)
+    if spec.one_device != "cpu":
+        gc.collect()  # what is left refers to itself, and to much of the device's memory
+    return result
 
 
 def _simulate(spec: SimulationSpec, began_s: float) -> Result:
@@ -78,6 +82,7 @@ def _simulate(spec: SimulationSpec, began_s: float) -> Result:
         losses=policy,
         on_event=recorder.event,
         start_s=checkpoints.start_s,
+        device=spec.one_device,
     )
     recorder.write_config({"world": "simulated", **same, **_config(spec, policy)})
     file = spec.folder / TRACE if spec.folder and spec.trace else None
@@ -161,6 +166,8 @@ class _Ranks:
             make_strategy(self.spec.method),
             workers=self.spec.workers,
             seed=self.spec.seed,
+            device=self.spec.one_device,
+            resident=self.world.resident,
             costs=self.world.costs[rank],
             listener=Listener(
                 metric=self.recorder.metric,
@@ -179,17 +186,37 @@ def _batching(spec: SimulationSpec, world: World, recorder: RunRecorder) -> Batc
     """What computes the gradients of many workers together, if that is wanted."""
     if spec.batched == "off":
         return None
+    import torch
+
     from paceline.sim.batching.batching import Batching
 
     def tell(why: str) -> None:
         t = world.calendar.now_s
         recorder.event({"t": t, "event": "one_by_one", "rank": 0, "why": why})
 
-    batching = Batching(spec.batched, world.generators, world.size, tell)
+    repeating = _repeating(spec)
+    if repeating is not None:
+        world.rows = repeating.rows
+    device = torch.device(spec.one_device)
+    batching = Batching(spec.batched, world.generators, world.size, tell, device, repeating)
     world.baton.compute_together(batching.compute, not spec.method.synchronous)
     if spec.why_one_by_one is not None:
         batching.stop(spec.why_one_by_one)
     return batching
+
+
+def _repeating(spec: SimulationSpec) -> Repeating | None:
+    """How joint computations are repeated without the host: on a GPU, by graphs of it."""
+    if spec.one_device == "cpu":
+        return None
+    import torch
+
+    from paceline.sim.batching.batching import AT_MOST, LEAST, Repeating
+    from paceline.sim.batching.graphs import CudaGraphs
+    from paceline.sim.batching.rows import Rows
+
+    at_most = min(AT_MOST, max(LEAST, spec.workers // 2))
+    return Repeating(CudaGraphs(torch.device(spec.one_device)), Rows(spec.workers), at_most)
 
 
 def _config(spec: SimulationSpec, policy: MembershipPolicy) -> dict[str, Any]:
@@ -204,6 +231,7 @@ def _config(spec: SimulationSpec, policy: MembershipPolicy) -> dict[str, Any]:
         "faults": [asdict(fault) for fault in spec.faults],
         "on_loss": policy.on_loss,
         "max_restarts": spec.max_restarts,
+        "device": spec.device,
         "replay": None if spec.replay is None else str(spec.replay),
     }
 

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 from paceline.comm.limits import Limits
 from paceline.comm.membership import MembershipPolicy
 from paceline.common.faults import LINK_KINDS, Fault
-from paceline.common.options import one_of
+from paceline.common.options import check_device, one_of
 from paceline.common.reference import Reference, plain_json
 from paceline.common.seeds import check_seed
 from paceline.errors import UsageError, unknown
@@ -318,11 +318,13 @@ class SimulationSpec(Started):
         cluster: a preset's name, a TOML file, or a :class:`~paceline.sim.cluster.Cluster`.
         as_model: a model of :mod:`paceline.sim.models` whose sizes and times the run uses.
         replay: the folder of a real run with the same arguments, whose order of events to follow.
+        device: where the models and batches of all workers are: ``cpu``, or one GPU.
         batched: ``on`` to compute the gradients of many workers together, ``auto`` to do so where
             it is possible and faster; see ``docs/batched.md``.
     """
 
     workers: int = 4
+    device: str = "cpu"
     cluster: str | PathLike[str] | Cluster = "ethernet-10g"
     as_model: str | None = None
     replay: str | PathLike[str] | None = None
@@ -330,6 +332,7 @@ class SimulationSpec(Started):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.one_device
         one_of("batched", self.batched, ("auto", "on", "off"))
         _ = self.loggers
         check_virtual_workers(self.workers, self.method)
@@ -337,6 +340,12 @@ class SimulationSpec(Started):
         self.check_faults(self.all_faults, self.loaded_cluster)
         if self.batched == "on" and self.why_one_by_one is not None:
             raise UsageError(f"batched (on) must be off or auto: {self.why_one_by_one}")
+
+    @functools.cached_property
+    def one_device(self) -> str:
+        """The device of all workers, by its whole name."""
+        check_device(self.device)
+        return OnDevice(device=self.device).device_of(0)
 
     @property
     def why_one_by_one(self) -> str | None:

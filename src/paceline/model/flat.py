@@ -277,6 +277,11 @@ class Flat:
         """Each parameter, and the part of ``g`` that is for its gradient."""
         return self._view_pairs(self.g)
 
+    @property
+    def gradient_parts(self) -> list[Tensor]:
+        """The part of ``g`` for the gradient of each parameter."""
+        return [view for _, view in self._g_views]
+
     def gather(self, part: Part = WHOLE) -> Tensor:
         """Copy the gradients into ``g`` and make them views of it.
 
@@ -406,13 +411,14 @@ class Flat:
 
     def check(self) -> None:
         """Refuse a parameter that is no longer a view of ``x``, or a frozen one with a gradient."""
-        for span, pointer in zip(self.spans, self._pointers, strict=True):
-            if span.parameter.data_ptr() != pointer:
-                raise UsageError(
-                    f"parameter {span.name} is no longer a view of the flat vector: .to(),"
-                    " load_state_dict(assign=True) and vector_to_parameters move parameters;"
-                    " call them before worker.setup"
-                )
+        pointers = [span.parameter.data_ptr() for span in self.spans]
+        if pointers != self._pointers:
+            moved = [p != before for p, before in zip(pointers, self._pointers, strict=True)]
+            raise UsageError(
+                f"parameter {self.spans[moved.index(True)].name} is no longer a view of the flat"
+                " vector: .to(), load_state_dict(assign=True) and vector_to_parameters move"
+                " parameters; call them before worker.setup"
+            )
         for name, parameter in self._frozen:
             if parameter.grad is not None:
                 raise UsageError(

@@ -30,7 +30,16 @@ ELEMENTWISE = (
     optim.Adadelta,
 )
 """Torch's optimizers that treat every number by itself."""
+FUSED = (optim.SGD, optim.Adam, optim.AdamW)
+"""Those that a GPU can step in one go."""
 State = dict[str, Any]
+
+
+def may_fuse(optimizer: optim.Optimizer) -> bool:
+    """Whether the optimizer has a fused form, and its user has chosen none."""
+    groups = optimizer.param_groups
+    chosen = any(group.get(name) is not None for group in groups for name in ("foreach", "fused"))
+    return type(optimizer) in FUSED and not chosen
 
 
 class JointStep:
@@ -49,6 +58,7 @@ class JointStep:
     def __init__(self, flat: Flat, optimizer: optim.Optimizer, part: Part = WHOLE) -> None:
         self._flat, self._optimizer, self._part = flat, optimizer, part
         self._step = inspect.unwrap(type(optimizer).step)  # without hooks and profiling
+        self._fuses = flat.x.is_cuda and may_fuse(optimizer)
         self._shown: list[Any] | None = None
         self._known: list[Any] = []
 
@@ -73,6 +83,8 @@ class JointStep:
         for group in self._groups:
             options = optimizer.param_groups[group.number - self._part.first_group]
             group.options.update(options, params=[group.vector])
+            if self._fuses:
+                group.options["fused"] = True
         with torch.no_grad():
             self._step(self._joint)
         self._show()
@@ -98,7 +110,8 @@ class JointStep:
         if self._shown is not None and _same(_values(state), self._shown):
             return True
         states = [
-            group.join([state.get(p, {}) for p in group.parameters]) for group in self._groups
+            group.join([state.get(p, {}) for p in group.parameters], self._fuses)
+            for group in self._groups
         ]
         if any(None in joined.values() for joined in states):
             return False
@@ -140,18 +153,22 @@ class JointGroup:
         self.options: dict[str, Any] = {"params": [self.vector]}
         self._numbers: dict[str, list[Tensor]] = {}
 
-    def join(self, states: list[State]) -> State:
-        """The state of the vector; it has None for what differs among the parameters."""
-        names = {name for state in states for name in state}
-        return {name: self._join([state.get(name) for state in states]) for name in names}
+    def join(self, states: list[State], fused: bool) -> State:
+        """The state of the vector; it has None for what differs among the parameters.
 
-    def _join(self, values: list[Any]) -> Tensor | None:
+        A ``fused`` step has its numbers where the vector is.
+        """
+        names = {name for state in states for name in state}
+        return {name: self._join([state.get(name) for state in states], fused) for name in names}
+
+    def _join(self, values: list[Any], fused: bool) -> Tensor | None:
         if not all(isinstance(value, Tensor) for value in values):
             return None
         first, shapes = values[0], [parameter.shape for parameter in self.parameters]
         if [value.shape for value in values] != shapes:
-            numbers = all(value.dim() == 0 and not value.is_cuda for value in values)
-            return first if numbers and all(value == first for value in values) else None
+            numbers = all(value.dim() == 0 and (fused or not value.is_cuda) for value in values)
+            there = first.to(self.vector.device) if fused else first
+            return there if numbers and all(value == first for value in values) else None
         joined = torch.zeros_like(self.vector.detach(), dtype=first.dtype)
         torch._foreach_copy_(self._flat.views(joined, self.number), values)
         return joined

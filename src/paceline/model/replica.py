@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.model.bare_step import BareStep
 from paceline.model.flat import Allocate, Flat, Span
 from paceline.model.gradient import Gradient
 from paceline.model.joint_step import JointStep
-from paceline.model.part import optimizers_of
+from paceline.model.part import Part, optimizers_of
 from paceline.model.probe import decay_is_coupled, moments_of
 
 DirectStep = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -50,12 +51,15 @@ class Replica:
         self._on_direct_step: DirectStep = _refuse_direct_step
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self.optimizers]
 
-    def _make_steppers(self) -> list[JointStep | Optimizer]:
+    def _make_steppers(self) -> list[JointStep | BareStep | Optimizer]:
         """What steps the parameters of each optimizer."""
-        return [
-            JointStep(self.flat, each, part) if JointStep.suits(self.flat, each) else each
-            for each, part in zip(self.optimizers, self.parts, strict=True)
-        ]
+        pairs = zip(self.optimizers, self.parts, strict=True)
+        return [self._make_stepper(optimizer, part) for optimizer, part in pairs]
+
+    def _make_stepper(self, optimizer: Optimizer, part: Part) -> JointStep | BareStep | Optimizer:
+        if JointStep.suits(self.flat, optimizer):
+            return JointStep(self.flat, optimizer, part)
+        return BareStep(optimizer) if BareStep.suits(optimizer) else optimizer
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Have the optimizer train more of the parameters that are in the vector."""

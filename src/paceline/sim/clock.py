@@ -18,7 +18,9 @@ class SimulatedClock(Clock):
         self.charged_s = 0.0
 
     def now(self) -> float:
-        return self._own.now_s()
+        own = self._own  # as own.now_s(), in one call: it is asked a dozen times a step
+        lag = own.baton.ranks[own.rank].lag
+        return (own.calendar.now_s if lag is None else lag.since_s) + own.owed_s
 
     def charge(self, seconds: float) -> None:
         self.charged_s += seconds

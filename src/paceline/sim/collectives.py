@@ -170,7 +170,10 @@ class SimulatedCollectives(Collectives):
         collective.wait(own, x)
 
     def allocate(self, numel: int, like: Tensor) -> Tensor:
-        return like.new_zeros(numel)
+        rows = self._world.rows
+        if rows is None:
+            return like.new_zeros(numel)
+        return rows.allocate(self._own.rank, numel, like)
 
     def _join(
         self, op: str, x: Tensor, members: tuple[int, ...], factor: Factor | None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 _numpy: Any = np.random  # its stubs lack the two functions that swap bit generators
 _python: Any = random._inst
 _HEADER = object.__basicsize__
@@ -28,6 +29,7 @@ class _Set(NamedTuple):
     """The state of one rank's generators."""
 
     torch: Tensor
+    device: Tensor | None
     numpy: Any
     python: Any
     gauss_next: float | None
@@ -37,10 +39,14 @@ class Generators:
     """The generators of all ranks, of which one rank's are active at a time.
 
     As a context manager it saves those of the calling program, and restores them at the end.
+
+    Args:
+        seeds: of each rank.
+        device: where the ranks compute; a GPU has a generator of its own.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self._seeds = seeds
+    def __init__(self, seeds: Sequence[int], device: torch.device = CPU) -> None:
+        self._seeds, self._device = seeds, _generator_of(device)
         self._saved: dict[int, _Set] = {}
         self._active = -1
 
@@ -56,12 +62,15 @@ class Generators:
             return
         self._saved[self._active] = _Set(
             torch.default_generator.get_state(),
+            None if self._device is None else self._device.get_state(),
             _numpy.get_bit_generator(),
             save_python(),
             _python.gauss_next,
         )
         own = self._saved.pop(rank) if rank in self._saved else self._new(rank)
         torch.default_generator.set_state(own.torch)
+        if self._device is not None and own.device is not None:
+            self._device.set_state(own.device)
         _numpy.set_bit_generator(own.numpy)
         load_python(own.python)
         _python.gauss_next = own.gauss_next
@@ -75,7 +84,20 @@ class Generators:
         _python.seed(seed)
         python = save_python()
         load_python(before)
-        return _Set(torch.Generator().manual_seed(seed).get_state(), bits, python, None)
+        fresh = torch.Generator().manual_seed(seed).get_state()
+        there = None
+        if self._device is not None:
+            there = torch.Generator(self._device.device).manual_seed(seed).get_state()
+        return _Set(fresh, there, bits, python, None)
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """The default generator of a GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def _copy_out() -> Any:

@@ -25,6 +25,7 @@ from paceline.common.faults import LINK_KINDS, Fault, rank_of
 from paceline.common.one_core import on_one_core
 from paceline.common.seeds import user_seed
 from paceline.errors import LeftBehind, PeerLost
+from paceline.sim.batching.rows import Rows
 from paceline.sim.clock import SimulatedClock
 from paceline.sim.cluster import Cluster
 from paceline.sim.collectives import Collective, SimulatedCollectives, SimulatedGroup
@@ -39,6 +40,7 @@ from paceline.sim.queue import SimulatedQueue
 from paceline.sim.rank import LossCheck, SimulatedRank
 from paceline.sim.registrar import SimulatedRegistrar
 from paceline.sim.rendezvous import SimulatedRendezvous
+from paceline.sim.resident import Resident
 
 RESTART_AFTER_S = 1.0
 """The virtual time between the death of a rank and its restart."""
@@ -58,14 +60,17 @@ class World:
             continue.
         on_event: called when a rank is lost, stopped or slowed.
         start_s: the time at which the clock starts.
+        device: where the ranks compute.
         away: ranks that were lost before the run, and do not start.
 
     Attributes:
         rejoined: the incarnation of each rank that has rejoined or restarted.
         awaiting: the ranks that wait for a change of the members or of the rendezvous.
         waiting: the late joiners that wait to be taken in.
+        resident: what the ranks read on their device; None on the CPU.
         rosters: of both kinds, the last one that a rank asked for, and its number.
         keep_promises: whether no rank that was parked has communicated before its step.
+        rows: what the workers have, as rows of matrices; None where each has memory of its own.
         on_reduced: called with each collective when it has its result and still has its inputs.
     """
 
@@ -81,6 +86,7 @@ class World:
         losses: MembershipPolicy | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         start_s: float = 0.0,
+        device: str = "cpu",
         away: Sequence[int] = (),
     ) -> None:
         self.away = frozenset(away)
@@ -96,7 +102,10 @@ class World:
         if self.shares_cores:
             self.baton.share_cores(nodes, cluster.cores)
         self.costs = [Costs(cluster, rank, seed) for rank in range(size)]
-        self.generators = Generators([user_seed(seed, rank) for rank in range(size + 1)])
+        self._device = torch.device(device)
+        self.resident = None if device == "cpu" else Resident(self._device)
+        seeds = [user_seed(seed, rank) for rank in range(size + 1)]
+        self.generators = Generators(seeds, self._device)
         self.inboxes = [Inbox() for _ in range(size)]
         self.offered_to: defaultdict[int, set[int]] = defaultdict(set)
         self.windows: dict[tuple[int, int], Published] = {}
@@ -133,6 +142,7 @@ class World:
         self._view: View | None = None
         self._view_until_s = math.inf
         self.keep_promises = True
+        self.rows: Rows | None = None
         self.on_reduced: Callable[[Collective], None] | None = None
 
     def run(self, body: Callable[[SimulatedPorts], None]) -> None:
@@ -140,6 +150,8 @@ class World:
 
         def on_rank(rank: int) -> None:
             torch.set_num_threads(1)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             while rank not in self.away:
                 try:
                     ports = SimulatedPorts(SimulatedRank(self, rank))

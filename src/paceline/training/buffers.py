@@ -90,7 +90,8 @@ class SharedBuffers:
 
     def _show(self) -> None:
         """Let others see the buffers as they are now."""
-        packet = self.rest.packet(self._weight) if self.rest.averaged else None
+        resident = self._session.resident
+        packet = self.rest.packet(self._weight, resident) if self.rest.averaged else None
         if packet is not None:
             self._shown = packet
             self._session.all_ranks.board.publish(packet, window=BUFFERS)
@@ -132,7 +133,7 @@ class SharedBuffers:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {**self.rest.state(), "shown": self._shown}
+        return {**self.rest.state(), "shown": self._shown.cpu()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state` gave."""

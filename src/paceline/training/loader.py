@@ -13,7 +13,7 @@ There are four ways to share a data set; each gives out every sample once an epo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import lru_cache, partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
@@ -30,19 +30,21 @@ from paceline.common.one_core import take_back_cores
 from paceline.common.options import one_of
 from paceline.common.seeds import stream
 from paceline.errors import UsageError
+from paceline.training.batches import Batches, as_list, reader, reads_here
 from paceline.training.division import Division, Indices, LastCollective, shard_epoch
 from paceline.training.pending import DrawnBatch, Pass
 
 if TYPE_CHECKING:
+    from paceline.sim.resident import Resident
     from paceline.training.session import Session
 
 Sharing = Literal["auto", "shard", "queue", "static", "skewed"]
 
 
-class Batches(Sequence[Indices]):
+class Slices(Sequence[Indices]):
     """``order`` in batches, of which the last may be shorter; each is sliced when it is needed.
 
-    >>> [batch.tolist() for batch in Batches(np.arange(5), 2, drop_last=False)]
+    >>> [batch.tolist() for batch in Slices(np.arange(5), 2, drop_last=False)]
     [[0, 1], [2, 3], [4]]
     """
 
@@ -144,7 +146,7 @@ class PacedLoader:
             drawn = DrawnBatch(epoch, index, samples, full, epoch + share, self.queue)
             this.taken += 1
             session.batch_arrived(this, drawn, asked_s)
-            yield moved(batch, session.device)
+            yield moved(batch, session.device, session.resident)
             self._body_done(this)
             session.between_batches()
             if self._is_over():
@@ -175,10 +177,10 @@ class PacedLoader:
         session = self._session
         if session.catching_up and (batch := self._source.first(this.epoch)) is not None:
             session.pending.draw(this, session.trains)
-            yield moved(batch, session.device)
+            yield moved(batch, session.device, session.resident)
             self._body_done(this)
 
-    def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def begin(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Start to iterate over a loader; if that resumes in mid-epoch, restore the state first.
 
         A DataLoader draws a random number when it starts; this one drew it before the checkpoint.
@@ -358,7 +360,11 @@ class _Map:
         self.division: Division | None = None
         if owner.sharing == "shard" and not self._recipe.draws_batches:
             self.division = Division(self._session.rank, self._size, owner.last_collective)
-        self._inner = _rebuild(self._loader, self)
+        self._inner: Iterable[Any]
+        if reads_here(self._loader):
+            self._inner = Batches(self._loader, self.drawn, self._session.resident)
+        else:
+            self._inner = _rebuild(self._loader, self)
 
     @property
     def samples(self) -> int:
@@ -410,15 +416,19 @@ class _Map:
         return self.length(self._epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The index lists of the current epoch; each is noted when it is drawn."""
-        lists = self._lists()
-        return _one_ahead(lists) if self._owner.looks_ahead else lists
+        """The index lists of the current epoch, for a DataLoader."""
+        return map(as_list, self.drawn())
 
-    def _lists(self) -> Iterator[list[int]]:
+    def drawn(self) -> Iterator[Any]:
+        """The indices of each batch of the current epoch; each is noted when it is drawn."""
+        drawn = self._draw()
+        return _one_ahead(drawn) if self._owner.looks_ahead else drawn
+
+    def _draw(self) -> Iterator[Any]:
         if self.division is not None:
             for batch, end in self.division.draw():
                 self._drawn.append(_Drawn(0, len(batch), self._incarnation, end))
-                yield _as_list(batch)
+                yield batch
             return
         queued = self._owner.sharing == "queue"
         batches = self._queue(self._epoch) if queued else self._own(self._epoch)
@@ -430,21 +440,18 @@ class _Map:
         )
         for index, batch in numbered:
             self._drawn.append(_Drawn(index, len(batch), self._incarnation))
-            yield _as_list(batch)
+            yield batch
 
     @property
     def _incarnation(self) -> int:
-        return self._session.all_ranks.members.incarnation(self._session.rank)
+        return self._session.ports.members.incarnation(self._session.rank)
 
     def first(self, epoch: int) -> Any:
         """The first batch of an epoch; None if the epoch is empty."""
         batches = self._queue(epoch) if self._owner.sharing == "queue" else self._own(epoch)
         if not len(batches):
             return None
-        indices, data = _as_list(batches[0]), cast(Any, self._loader.dataset)
-        many = hasattr(data, "__getitems__")
-        chosen = data.__getitems__(indices) if many else [data[index] for index in indices]
-        return self._loader.collate_fn(chosen)
+        return reader(self._loader)(batches[0])
 
     def ahead(self) -> list[int]:
         """The batches of a queue that were drawn and not yielded: the loader prefetches them."""
@@ -489,8 +496,8 @@ class _Map:
         size = self._size(session.size)
         return shard_epoch(self._whole(order), size, session.size, session.rank)
 
-    def _split(self, order: Indices) -> Batches:
-        return Batches(order, self._recipe.batch_size, self._recipe.drop_last)
+    def _split(self, order: Indices) -> Slices:
+        return Slices(order, self._recipe.batch_size, self._recipe.drop_last)
 
     def _fixed_shards(self) -> list[Indices]:
         if self._recipe.sampler is not None:
@@ -501,11 +508,11 @@ class _Map:
         return np.array_split(order, self._session.size)
 
 
-def _one_ahead(lists: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Yield each list after the next one was drawn."""
-    drawn = next(lists, None)
+def _one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield each batch after the next one was drawn."""
+    drawn = next(batches, None)
     while drawn is not None:
-        following = next(lists, None)
+        following = next(batches, None)
         yield drawn
         drawn = following
 
@@ -524,11 +531,6 @@ class _Drawn(NamedTuple):
     samples: int
     incarnation: int
     end: int = 0
-
-
-def _as_list(batch: Any) -> list[int]:
-    indices: list[int] = batch if isinstance(batch, list) else batch.tolist()
-    return indices
 
 
 class _Recipe(NamedTuple):
@@ -679,15 +681,15 @@ def _count(batch: Any) -> int:
     return 1
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device, resident: Resident | None = None) -> Any:
     """A batch whose tensors are on ``device``, in the batch's own structure."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=True) if resident is None else resident.moved(batch)
     if isinstance(batch, dict):
-        return {key: moved(value, device) for key, value in batch.items()}
+        return {key: moved(value, device, resident) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        values = [moved(value, device) for value in batch]
+        values = [moved(value, device, resident) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch

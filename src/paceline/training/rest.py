@@ -12,11 +12,14 @@ plus the variance of the means.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+if TYPE_CHECKING:
+    from paceline.sim.resident import Resident
 
 STATISTICS = ("running_mean", "running_var")
 COUNT = "num_batches_tracked"
@@ -161,13 +164,18 @@ class Rest:
 
     # For other workers ---------------------------------------------------------------------------
 
-    def packet(self, weight: int) -> Tensor | None:
-        """The buffers that others may read; None if the size of one has changed."""
+    def packet(self, weight: int, resident: Resident | None = None) -> Tensor | None:
+        """The buffers that others may read; None if the size of one has changed.
+
+        Of workers with ``resident``, it stays on their device.
+        """
         values = [now for slot in self._slots if (now := slot.read()) is not None]
         if len(values) < len(self._slots):
             return None
-        numbers = [weight, *self._base, *self._own]
-        return pack([*values, torch.tensor(numbers, dtype=torch.int64)])
+        numbers = torch.tensor([weight, *self._base, *self._own], dtype=torch.int64)
+        if resident is None:
+            return pack([*values, numbers])
+        return pack([*values, resident.moved(numbers)], stay=True)
 
     def _open(self, packet: Tensor) -> Share:
         counts = len(self._counts)
@@ -231,8 +239,8 @@ def _moments(values: Sequence[Tensor | None], unit: Unit) -> Tensor:
     return torch.cat([numbers[0], *(each + numbers[0].square() for each in numbers[1:])])
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of any dtypes as bytes, in host memory.
+def pack(tensors: Sequence[Tensor], stay: bool = False) -> Tensor:
+    """Tensors of any dtypes as bytes, in host memory; or, to ``stay``, on the first one's device.
 
     >>> content = pack([torch.ones(2), torch.tensor(7)])
     >>> out = [torch.zeros(2), torch.tensor(0)]
@@ -242,7 +250,8 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """
     device = tensors[0].device if tensors else None
     parts = [t.reshape(-1).view(torch.uint8).to(device) for t in tensors]
-    return torch.cat(parts or [torch.empty(0, dtype=torch.uint8)]).cpu()
+    content = torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
+    return content if stay else content.cpu()
 
 
 def unpack(content: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -52,6 +52,7 @@ from paceline.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from paceline.sim.compute import Costs
+    from paceline.sim.resident import Resident
 
 T = TypeVar("T")
 PIECE = 1 << 22
@@ -90,6 +91,7 @@ class Session(RankListener):
         workers: how many there are; ranks from there on serve.
         seed: the run's.
         device: where the model and the batches go.
+        resident: of many workers in one process, what they read on their device; None elsewhere.
         costs: what computing takes in virtual time; None where time is real.
         listener: receives the rank's metrics and events.
         elastic: whether the run goes on among those that are left when a rank is lost.
@@ -112,6 +114,7 @@ class Session(RankListener):
         consensus: how far the workers were apart just before the end.
         unseen_batches: how many were lost with their workers.
         epoch_samples: how many samples all workers take in an epoch; None where that is not known.
+        told_norm: tells the norm of the gradient as it is now, if who computed it knows that.
     """
 
     def __init__(
@@ -122,20 +125,21 @@ class Session(RankListener):
         workers: int,
         seed: int,
         device: str = "cpu",
+        resident: Resident | None = None,
         costs: Costs | None = None,
         listener: Listener = Listener(),  # noqa: B008 - it is frozen
         elastic: bool = False,
         checkpointing: CheckpointParticipant | None = None,
         global_batch: int | None = None,
         by_speed: bool = False,
-        enroll: Callable[[Enrollment], None] | None = None,
+        enroll: Callable[[Enrollment], Callable[[], float | None]] | None = None,
     ) -> None:
         self.global_batch = global_batch
         self.rank, self.size, self.seed = ports.rank, workers, seed
         self.ports, self.recorder, self.clock = ports, ports.recorder, ports.clock
         self.strategy = strategy
         self.may_return = self.rank < workers and not strategy.synchronous
-        self.device = torch.device(device)
+        self.device, self.resident = torch.device(device), resident
         starters = ports.members.starters
         some_may_miss = elastic or by_speed or len(starters) < ports.size
         agreed = strategy.synchronous and some_may_miss
@@ -163,6 +167,7 @@ class Session(RankListener):
         self.shares = Shares(self) if by_speed and self.rank < workers else None
         self.finished = False
         self._enroll = enroll
+        self.told_norm: Callable[[], float | None] = lambda: None
         self.costs, self._reported_s, self._stepped = costs, 0.0, False
         self._progress_report = ProgressReport(self)
 
@@ -204,16 +209,29 @@ class Session(RankListener):
         if self.rank >= self.size:
             self._serve(stepper)
         if self._enroll is not None:
-            spans = [(span.parameter, span.start) for span in flat.spans]
-            why_not = "worker.setup was given several models" if len(models) > 1 else None
-            why_not = "worker.setup was given with_frozen" if with_frozen else why_not
-            why_not = "the parameters have several dtypes" if flat.apart else why_not
-            self._enroll(Enrollment(model, flat.x, spans, stepper.foresee_s, Hook, why_not))
+            self.told_norm = self._enroll(self._enrollment(model, stepper, with_frozen))
         self.clock.switch_in()
-        if not alone and self.strategy.uses_gradient:
+        if not alone and self._enroll is None and self.strategy.uses_gradient:
             replica.gather_early(lambda: stepper.strategy.uses_gradient)
         pairs = zip(optimizers, replica.parts, strict=True)
         return [PacedOptimizer(each, stepper, part) for each, part in pairs]
+
+    def _enrollment(self, model: nn.Module, stepper: Stepper, with_frozen: bool) -> Enrollment:
+        """What this worker tells of itself, to have its gradients computed with those of others."""
+        flat = stepper.replica.flat
+        why_not = "worker.setup was given several models" if len(self.models) > 1 else None
+        why_not = "worker.setup was given with_frozen" if with_frozen else why_not
+        why_not = "the parameters have several dtypes" if flat.apart else why_not
+        return Enrollment(
+            model,
+            flat.x,
+            [(span.parameter, span.start) for span in flat.spans],
+            stepper.foresee_s,
+            Hook,
+            lambda: (flat.g, flat.gradient_parts),
+            lambda: stepper.steps,
+            why_not,
+        )
 
     @property
     def _resuming(self) -> CheckpointParticipant | None:

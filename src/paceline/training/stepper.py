@@ -228,14 +228,20 @@ class Stepper:
         if g.overflow:
             return g
         flat, guard, shared = self.replica.flat, self.strategy.guard, g.gathered
+        told = self._session.told_norm() if g.part is WHOLE else None
         stays = shared is None and guard.rank not in guard.aside
-        if stays and flat.x.is_cuda and not (flat.apart or flat.has_sparse()):
-            gathered = flat.gather(g.part)
-            self._device_guard(g.part).pass_through(gathered[g.part.place], g.max_norm)
-            return g
+        if told is None and stays and flat.x.is_cuda and not (flat.apart or flat.has_sparse()):
+            own = flat.gather(g.part)[g.part.place]
+            if self._session.resident is None:
+                self._device_guard(g.part).pass_through(own, g.max_norm)
+                return g
+            told = norm(own)  # for many workers, a graph of each takes too much memory
         size = 0.0
         if guard.rank not in guard.aside:
-            size = glance(flat.gradients()) if shared is None else norm(g.own)
+            if told is not None and math.isfinite(told):
+                size = told
+            else:
+                size = glance(flat.gradients()) if shared is None else norm(g.own)
         if g.max_norm is not None and math.isfinite(size):
             size = min(size, g.max_norm)
         admitted = guard.admits(

@@ -361,7 +361,8 @@ class Worker:
         buffers, taken = session.buffers.rest.read(), 0
         try:
             with all_seeded(seed, parts, self.device):
-                inputs = (moved(batch, self.device) for batch in islice(source, batches))
+                resident = session.resident
+                inputs = (moved(b, self.device, resident) for b in islice(source, batches))
                 taken = recalibrate(model, inputs)
         finally:
             if not taken:

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.lab.papers.rates import OWN_COUNTS, RATES, LearningRates, names_for
+from paceline.lab.papers.rates import METHODS, OWN_COUNTS, RATES, LearningRates
 from paceline.lab.papers.sweeping import make_rates
+from paceline.lab.papers.tasks import SETTINGS
 from paceline.lab.sweep import GRID, SEEDS, Arm, accuracy_of
 from paceline.lab.trials import TrialOutcome
 
@@ -75,6 +76,16 @@ def test_of_equals_the_smaller_rate_wins():
     assert swept(lambda rate, seed: 0.8 if rate in (0.02, 0.04) else 0.7)[0].best == 0.02
 
 
+def test_a_sweep_can_have_one_seed_and_a_bound_on_its_rates():
+    arm, tried = Arm("it", lambda rate, seed: None, (1, 4, 16), seeds=(7,), most=5, factor=4), []
+    while runs := arm.next_runs():
+        tried += runs
+        for rate, _ in runs:
+            arm.add(rate, -rate)  # smaller is always better
+    assert tried == [(rate, 7) for rate in (1, 4, 16, 1 / 4, 1 / 16)]
+    assert arm.best == 1 / 16
+
+
 def test_a_run_that_fails_ends_the_sweep():
     with pytest.raises(PacelineError, match="rank 3 is gone"):
         accuracy_of(TrialOutcome(error="rank 3 is gone", exit_code=3))
@@ -98,19 +109,19 @@ def quick_sweep(monkeypatch):
     monkeypatch.setattr("paceline.lab.sweep.run_trials", run_trials)
 
 
-def test_the_file_has_a_rate_for_8_workers_and_a_second_column(quick_sweep, tmp_path):
+def test_the_file_has_a_rate_for_8_workers_and_a_second_column(quick_sweep, monkeypatch, tmp_path):
     path = tmp_path / "rates.json"
-    make_rates(["bundled"], path=path, folder=tmp_path, data=None, say=lambda text: None)
+    monkeypatch.setitem(SETTINGS, "other", SETTINGS["bundled"])
+    make_rates(["bundled"], path=path, folder=tmp_path, say=lambda text: None)
     rates = LearningRates.read(path)
     assert rates.held("bundled", "gossip") == pytest.approx(0.04)
     assert rates.own("bundled", "gossip", 32) == pytest.approx(0.01)
     assert rates.own("bundled", "gossip", 8) == rates.held("bundled", "gossip")
     assert rates.own("bundled", "sasgd", 1) == rates.own("bundled", "eamsgd", 1)  # plain SGD
     before = path.read_bytes()
-    make_rates(["cifar10"], path=path, folder=tmp_path, data=tmp_path, say=lambda text: None)
+    make_rates(["other"], path=path, folder=tmp_path, say=lambda text: None)
     assert LearningRates.read(path).held("bundled", "gossip") == pytest.approx(0.04)
-    assert LearningRates.read(path).own("cifar10", "sasgd-momentum", 16) == pytest.approx(0.02)
-    assert "sasgd-momentum" not in LearningRates.read(path).record["held"]["bundled"]
+    assert LearningRates.read(path).own("other", "sasgd", 16) == pytest.approx(0.02)
     assert path.read_bytes() != before and LearningRates.read(path).sha256 != rates.sha256
 
 
@@ -123,7 +134,7 @@ def test_the_command_writes_the_file_and_prints_its_hash(quick_sweep, paceline, 
 def test_the_recorded_file_has_every_rate_that_the_claims_need():
     rates = LearningRates.read(RATES)
     assert rates.record["sweep"]["seeds"] == list(SEEDS)
-    for name in names_for("bundled"):
+    for name in METHODS:
         if name != "sgd":
             assert rates.held("bundled", name) > 0
         for workers in OWN_COUNTS.get(name, ()):

@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
-from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.common.seeds import MAX_SEED
 from paceline.errors import PacelineError
-from paceline.lab.papers.rates import LearningRates, local_momentum, method, momentum
-from paceline.lab.papers.tasks import FULL, QUICK, SETTINGS
+from paceline.lab.papers.full.setup import seeds_from
+from paceline.lab.papers.rates import LearningRates, method, momentum
+from paceline.lab.papers.tasks import QUICK, SETTINGS
 from paceline.lab.papers.verdict import FAILS, Figure, combine
-from paceline.lab.sweep import SEEDS
 from paceline.lab.trials import Trial, TrialOutcome
 from paceline.record.result import Result
 from paceline.sim.cluster import Cluster, load_cluster
@@ -38,29 +35,20 @@ Trials = dict[Key, Trial]
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The extent of an experiment: quick or full, its seed and its learning rates.
+    """The extent of an experiment: its seed and its learning rates.
 
     Args:
         rates: the learning rate of each method.
         seed: the seed of the experiment; the seeds of the runs derive from it.
-        full: whether to train on the whole data sets in the folder ``data``, with more seeds.
     """
 
     rates: LearningRates
     seed: int = 0
-    full: bool = False
-    data: Path | None = None
+    tasks: ClassVar[tuple[str, ...]] = QUICK
 
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks to train."""
-        return FULL if self.full else QUICK
-
-    def seeds(self, quick: int) -> list[int]:
-        """The seeds of a claim's runs: none of the sweep's; twice as many in the full form."""
-        first = self.seed * 100 % (MAX_SEED - 10_000)
-        fresh = (seed for seed in count(first) if seed not in SEEDS)
-        return list(islice(fresh, 2 * quick if self.full else quick))
+    def seeds(self, number: int) -> list[int]:
+        """The seeds of a claim's runs: none of the sweep's."""
+        return seeds_from(self.seed, number)
 
     def trial(
         self,
@@ -78,10 +66,7 @@ class Scope:
         held = column == "held"
         rates = self.rates
         lr = rates.held(task, name) if held else rates.own(task, name, workers)
-        arguments = {
-            **task_arguments(task, workers, self.data),
-            **local_momentum(name, workers),
-        }
+        arguments = task_arguments(task, workers)
         if workers == 1:
             name = "sgd"
         options: dict[str, Any] = {
@@ -117,16 +102,11 @@ class Scope:
         return "; ".join(why) or None
 
 
-def task_arguments(task: str, workers: int, data: Path | None) -> dict[str, Any]:
+def task_arguments(task: str, workers: int) -> dict[str, Any]:
     """The arguments of the training function for a task, without the learning rate."""
     setting = SETTINGS[task]
     batch_size = setting.batch_size if workers <= MANY else setting.batch_size // 2
-    arguments: dict[str, Any] = {
-        "task": task,
-        "epochs": setting.epochs,
-        "batch_size": batch_size,
-    }
-    return arguments if data is None else {**arguments, "data": str(data)}
+    return {"task": task, "epochs": setting.epochs, "batch_size": batch_size}
 
 
 class Runs:
@@ -158,8 +138,8 @@ def _result(outcome: TrialOutcome, key: Key) -> Result:
     return outcome.result
 
 
-class Claim(ABC):
-    """One claim of a paper, and the experiment that tests it.
+class Described(ABC):
+    """A claim of a paper in words.
 
     Class attributes:
         id: its name.
@@ -186,6 +166,10 @@ class Claim(ABC):
         names = ("id", "paper", "claim", "source", "setup", "rule", "needs")
         return {name: " ".join(getattr(self, name).split()) for name in names}
 
+
+class Claim(Described):
+    """A claim, and the experiment that tests it."""
+
     @abstractmethod
     def trials(self, scope: Scope) -> Trials:
         """The runs that it needs, by key."""
@@ -199,9 +183,8 @@ class Claim(ABC):
 class ClaimResult:
     """The result of testing a claim."""
 
-    claim: Claim
+    claim: Described
     figures: list[Figure]
-    rates_sha256: str
 
     @property
     def verdict(self) -> str:
@@ -233,5 +216,4 @@ class ClaimResult:
             "decides": self.decides,
             "reasons": self.reasons,
             "figures": [figure.to_json() for figure in self.figures],
-            "rates_sha256": self.rates_sha256,
         }

@@ -39,5 +39,5 @@ def run_claims(
     results = []
     for claim, plan in zip(claims, plans, strict=True):
         runs = Runs({key: next(outcomes) for key in plan})
-        results.append(ClaimResult(claim, list(claim.judge(scope, runs)), scope.rates.sha256))
+        results.append(ClaimResult(claim, list(claim.judge(scope, runs))))
     return results

@@ -11,7 +11,6 @@ from typing import Any
 from paceline.common.files import reason_of
 from paceline.common.reading import read_bytes
 from paceline.errors import UsageError
-from paceline.lab.papers.tasks import QUICK
 from paceline.strategies import make_strategy
 from paceline.strategies.base import Strategy
 from paceline.strategies.elastic import Elastic
@@ -24,7 +23,6 @@ METHODS = {
     "sgd": "allreduce",
     "allreduce": "allreduce",
     "sasgd": "sasgd(interval=4)",
-    "sasgd-momentum": "sasgd(interval=4)",
     "downpour": "downpour(push_interval=4, fetch_interval=4)",
     "eamsgd": "easgd(interval=4, momentum=0.9)",
     "cyclic": "cyclic(form=gradient, max_accumulated=4, scale=mean)",
@@ -38,7 +36,6 @@ METHODS = {
 OWN_COUNTS = {
     "sgd": (1,),
     "sasgd": (4, 16),
-    "sasgd-momentum": (4, 16),
     "downpour": (4, 16),
     "eamsgd": (4, 16),
     "allreduce": (32, 100),
@@ -48,31 +45,15 @@ OWN_COUNTS = {
 """The numbers of workers, beside 8, at which the rates of the second column are swept."""
 
 
-LOCAL_MOMENTUM = {"sasgd-momentum": 0.9}
-"""The momentum of the workers' SGD; all other methods use plain SGD. Only in the full form."""
-
-
 def method(name: str) -> Strategy:
     """The strategy of a method of the claims."""
     return make_strategy(METHODS[name])
 
 
-def names_for(task: str) -> list[str]:
-    """The methods whose rates a task needs."""
-    return [name for name in METHODS if task not in QUICK or name not in LOCAL_MOMENTUM]
-
-
-def local_momentum(name: str, workers: int) -> dict[str, float]:
-    """The training function's argument for momentum; empty for plain SGD and for one worker."""
-    has_momentum = name in LOCAL_MOMENTUM and workers > 1
-    return {"momentum": LOCAL_MOMENTUM[name]} if has_momentum else {}
-
-
 def momentum(name: str) -> float:
-    """The momentum of a method, its own or that of the workers' SGD."""
+    """The momentum of a method; the workers' SGD is plain."""
     strategy = method(name)
-    own = strategy.momentum if isinstance(strategy, Elastic) else 0.0
-    return LOCAL_MOMENTUM.get(name, own)
+    return strategy.momentum if isinstance(strategy, Elastic) else 0.0
 
 
 @dataclass(frozen=True)

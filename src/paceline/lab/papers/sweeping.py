@@ -14,9 +14,7 @@ from paceline.lab.papers.rates import (
     METHODS,
     OWN_COUNTS,
     LearningRates,
-    local_momentum,
     method,
-    names_for,
 )
 from paceline.lab.papers.tasks import SETTINGS
 from paceline.lab.sweep import FAR, GRID, SEEDS, Arm, sweep
@@ -30,7 +28,6 @@ def make_rates(
     *,
     path: Path,
     folder: Path,
-    data: Path | None,
     processes: int | None = None,
     say: Callable[[str], None],
 ) -> None:
@@ -40,24 +37,22 @@ def make_rates(
         tasks: the tasks to sweep.
         path: the file of learning rates; the rates of other tasks in it are kept.
         folder: caches the runs, so that an interrupted sweep can continue.
-        data: the folder of the whole data sets.
         processes: how many runs at a time; by default one per core.
         say: called with a line of text for each finished run.
     """
     for task in tasks:
-        held = {name: arm(task, name, HELD_AT, data) for name in names_for(task) if name != "sgd"}
+        held = {name: arm(task, name, HELD_AT) for name in METHODS if name != "sgd"}
         sweep(list(held.values()), folder=folder, processes=processes, say=say)
         own = {
-            (name, workers): arm(task, name, workers, data, rates_around(held, name))
+            (name, workers): arm(task, name, workers, rates_around(held, name))
             for name, counts in OWN_COUNTS.items()
-            if name in names_for(task)
             for workers in counts
         }
         sweep(list(own.values()), folder=folder, processes=processes, say=say)
         write_rates(path, task, held, own)
 
 
-def arm(task: str, name: str, workers: int, data: Path | None, grid: Sequence[float] = GRID) -> Arm:
+def arm(task: str, name: str, workers: int, grid: Sequence[float] = GRID) -> Arm:
     """The sweep of one method at one number of workers."""
 
     def trial(rate: float, seed: int) -> Trial:
@@ -67,11 +62,7 @@ def arm(task: str, name: str, workers: int, data: Path | None, grid: Sequence[fl
             workers=workers,
             cluster=cluster_for(name),
             seed=seed,
-            arguments={
-                **task_arguments(task, workers, data),
-                **local_momentum(name, workers),
-                "lr": rate,
-            },
+            arguments={**task_arguments(task, workers), "lr": rate},
         )
 
     return Arm(f"{task}, {name}, {workers} workers", trial, grid)
@@ -107,7 +98,6 @@ def write_rates(
     record["own"][task] = {
         name: {str(count): own[name, count].best for count in counts}
         for name, counts in OWN_COUNTS.items()
-        if name in names_for(task)
     }
     record.setdefault("setting", {})[task] = vars(SETTINGS[task])
     record.setdefault("accuracy", {})[task] = {

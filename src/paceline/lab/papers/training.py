@@ -12,28 +12,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.lab.papers.full.setup import MOST_WORKERS, SETTINGS
 from paceline.lab.papers.tasks import load, make_network
+from paceline.lab.tasks.cifar import augment
 from paceline.lab.tasks.fashion import Images, evaluate, make_loader
 from paceline.training.worker import Worker
 
 EVALUATIONS = 2
 """How often an epoch the models are evaluated."""
+RECORDS = 24
+"""How often in a run of the full form."""
 
 
-def train(
-    worker: Worker,
-    task: str,
-    epochs: int,
-    lr: float,
-    batch_size: int,
-    data: str | None = None,
-    momentum: float = 0.0,
-) -> None:
-    """Train with SGD; worker 0 logs the accuracy of the answer and of its own replica."""
-    samples = load(task, data)
+def train(worker: Worker, task: str, epochs: int, lr: float, batch_size: int) -> None:
+    """Train with plain SGD; worker 0 logs the accuracy of the answer and of its own replica."""
+    samples = load(task)
     torch.manual_seed(worker.seed)
-    net = make_network(task)
-    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum))
+    net = make_network("mlp")
+    net, sgd = worker.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
     batches = worker.setup_dataloaders(make_loader(samples, batch_size), epochs=epochs)
     evaluated = 0
     for _ in range(epochs):
@@ -51,8 +47,66 @@ def train(
         log_accuracy(worker, net, samples, replica)
 
 
+def train_long(
+    worker: Worker,
+    task: str,
+    epochs: int,
+    lr: float,
+    momentum: float,
+    data: str | None = None,
+) -> None:
+    """Train as the full form of the claims does, with a rate that rises, and falls in steps.
+
+    Worker 0 logs the accuracy of the answer and of its own replica, and how far they are apart.
+    """
+    setting, samples = SETTINGS[task], even(load(task, data), SETTINGS[task].batch_size)
+    torch.manual_seed(worker.seed)
+    net = make_network(setting.network)
+    decay = setting.recipe.weight_decay
+    sgd = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+    net, paced = worker.setup(net, sgd)
+    batches = worker.setup_dataloaders(make_loader(samples, setting.batch_size), epochs=epochs)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        paced, lambda _: setting.recipe.share_of_rate(worker.progress)
+    )
+    evaluated = 0
+    for _ in range(epochs):
+        for x, y in batches:
+            paced.zero_grad()
+            cross_entropy(net(augment(x) if setting.recipe.augments else x), y).backward()
+            paced.step()
+            schedule.step()
+            due = math.floor(worker.progress * RECORDS + 1e-9)
+            if worker.rank == 0 and evaluated < due < RECORDS:
+                evaluated = due
+                log_accuracy(worker, net, samples, distance=distance_from_answer(worker, net))
+    replica = evaluate(net, samples, worker.device) if worker.rank == 0 else None
+    worker.finish()
+    if replica is not None:
+        log_accuracy(worker, net, samples, replica)
+
+
+def even(samples: Images, batch_size: int) -> Images:
+    """As many training samples as :data:`MOST_WORKERS` take in whole batches of one size."""
+    share = MOST_WORKERS * batch_size
+    count = len(samples.x_train) // share * share
+    return samples._replace(x_train=samples.x_train[:count], y_train=samples.y_train[:count])
+
+
+def distance_from_answer(worker: Worker, net: nn.Module) -> float:
+    """The distance of this worker's model from the answer, as a share of the answer's length."""
+    own = torch.cat([p.detach().flatten() for p in net.parameters()])
+    with worker.answer():
+        answer = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return float((own - answer).norm() / answer.norm())
+
+
 def log_accuracy(
-    worker: Worker, net: nn.Module, samples: Images, replica: tuple[float, float] | None = None
+    worker: Worker,
+    net: nn.Module,
+    samples: Images,
+    replica: tuple[float, float] | None = None,
+    **more: float,
 ) -> None:
     """Log loss and accuracy of the answer, and of this worker's ``replica``."""
     replica = replica or evaluate(net, samples, worker.device)
@@ -64,6 +118,7 @@ def log_accuracy(
         replica_loss=replica[0],
         replica_accuracy=replica[1],
         progress=worker.progress,
+        **more,
     )
 
 
@@ -138,6 +193,6 @@ def trail(worker: Worker, steps: int, batch_size: int) -> None:
 @cache
 def small_images() -> TensorDataset:
     """The first 2,000 bundled images, 7 by 7, in double precision."""
-    samples = load("bundled", None)
+    samples = load("bundled")
     pooled = nn.functional.avg_pool2d(samples.x_train[:2000], 4).flatten(1)
     return TensorDataset(pooled.double(), samples.y_train[:2000])

@@ -17,6 +17,7 @@ from paceline.lab.stats import spread
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 SMALL = "too small to tell"
+UNFINISHED = "not finished"
 LEAST_SEEDS = 3
 
 
@@ -60,8 +61,9 @@ class Figure:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 90 % interval of the mean."""
-        return interval_90(self.values)
+        """The 90 % interval of the mean; for a single value, an interval of width zero."""
+        interval = spread(self.values)
+        return interval.low, interval.high
 
     @property
     def decides(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import UsageError
 from paceline.lab.tasks.recipe import (
@@ -136,31 +136,10 @@ def make_model(name: str) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-class _Pairs(Dataset[Any]):
-    """Images with labels; fetches a whole batch at once."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self._x, self.targets = x, y
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._x[index], self.targets[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.tensor(indices)
-        return self._x[chosen], self.targets[chosen]
-
-
 def make_loader(images: Images, batch_size: int) -> DataLoader[Any]:
     """A shuffling loader of the training images."""
-    pairs = _Pairs(images.x_train, images.y_train)
-    return DataLoader(pairs, batch_size=batch_size, shuffle=True, collate_fn=_as_is)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
+    pairs = TensorDataset(images.x_train, images.y_train)
+    return DataLoader(pairs, batch_size=batch_size, shuffle=True)
 
 
 @cache

@@ -17,9 +17,14 @@ Outcome = tuple[Any, BaseException | None]
 
 
 class Apart:
-    """Calls functions in one other thread, which starts with the first of them."""
+    """Calls functions in one other thread, which starts with the first of them.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._asked: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -43,6 +48,8 @@ class Apart:
 
     def _serve(self) -> None:
         torch.set_num_threads(1)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         torch.autograd.set_multithreading_enabled(False)
         while (act := self._asked.get()) is not None:
             try:

@@ -18,6 +18,8 @@ class Enrollment(NamedTuple):
         trained: these parameters, in their order in ``x``, and where each begins.
         foresee_s: how long the next step's gradient takes at least; None if no step may follow.
         ignored: hooks of this type on the model's modules are Paceline's own.
+        gradient: returns the flat vector of the gradients, and the part of each parameter in it.
+        steps: how many steps the worker has made.
         why_not: why its gradients must be computed alone; None if they need not be.
     """
 
@@ -26,4 +28,6 @@ class Enrollment(NamedTuple):
     trained: Sequence[tuple[nn.Parameter, int]]
     foresee_s: Callable[[], float | None]
     ignored: type
+    gradient: Callable[[], tuple[Tensor, Sequence[Tensor]]]
+    steps: Callable[[], int]
     why_not: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from paceline.sim.batching.rules import Rules
 
 Tensors = dict[str, Tensor]
+Restored = Callable[[Sequence[Tensor]], Any]
+"""Makes the result of a model from the tensors in it."""
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -43,6 +46,8 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> tuple[Arguments, list[Tensor]]:
         """The arguments, and the tensors in them."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as most models are called
+            return _ONE_TENSOR, [args[0]]
         leaves, spec = tree_flatten((args, kwargs))
         rest = tuple(... if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(spec, rest), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -52,6 +57,9 @@ class Arguments(NamedTuple):
         given = iter(tensors)
         leaves = [next(given) if leaf is ... else leaf for leaf in self.rest]
         return tree_unflatten(leaves, self.spec)
+
+
+_ONE_TENSOR = Arguments(tree_flatten(((0,), {}))[1], (...,))
 
 
 class Program(NamedTuple):
@@ -107,6 +115,7 @@ class Joint:
 
     Attributes:
         outputs: the tensors in the result, each with one row for each worker.
+        varying: which of them have a gradient.
         leaves: the trained parameters, likewise.
         rest: the buffers and frozen parameters after the forward, likewise.
         restored: makes a worker's result from its rows.
@@ -124,17 +133,10 @@ class Joint:
         given = [torch.stack(each) for each in zip(*inputs, strict=True)]
         with torch.no_grad():
             self.leaves = program.leaves(torch.stack([*x]))
-        self.restored: Callable[[Sequence[Tensor]], Any] = tuple
-
-        def one(own: Tensors, rest: Tensors, *inputs: Tensor) -> tuple[list[Tensor], Tensors]:
-            out, after = program.run(own, rest, inputs)
-            spec, others, tensors = _taken_apart(out)
-            self.restored = lambda rows: _put_together(spec, others, rows)
-            return tensors, after
-
-        with torch.enable_grad(), program.casting(x[0].device), Rules():
-            together = vmap(one, randomness="different")
-            self.outputs, self.rest = together(program.named(self.leaves), stacked, *given)
+        self.outputs, self.rest, self.restored = compute_together(
+            program, self.leaves, stacked, given
+        )
+        self.varying = [output.requires_grad for output in self.outputs]
 
     def backward(
         self, rows: Sequence[int], grads: Sequence[Sequence[Tensor | None]], again: bool
@@ -161,6 +163,25 @@ class Joint:
         known = {row: grad for row, grad in zip(rows, grads, strict=True) if grad is not None}
         zero = torch.zeros_like(output[0])
         return torch.stack([known.get(row, zero) for row in range(self.size)])
+
+
+def compute_together(
+    program: Program, leaves: Sequence[Tensor], rest: Tensors, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensors, Restored]:
+    """The outputs of several workers, their buffers after that, and what restores a result."""
+    restored: Restored = tuple
+
+    def one(own: Tensors, rest: Tensors, *inputs: Tensor) -> tuple[list[Tensor], Tensors]:
+        nonlocal restored
+        out, after = program.run(own, rest, inputs)
+        spec, others, tensors = _taken_apart(out)
+        restored = partial(_put_together, spec, others)
+        return tensors, after
+
+    with torch.enable_grad(), program.casting(leaves[0].device), Rules():
+        together = vmap(one, randomness="different")
+        outputs, after = together(program.named(leaves), rest, *inputs)
+    return outputs, after, restored
 
 
 def tensors_in(out: Any) -> list[Tensor]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch keeps in every module."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEEPEST = 8
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class Likeness:
@@ -37,23 +39,40 @@ class Likeness:
 
     def __init__(self, model: nn.Module, ignored: type) -> None:
         self._model, self.ignored = model, ignored
+        self._places: list[dict[str, Any]] = []
         self._seen: list[Any] = []
         self._changeable: list[tuple[str, Any]] = []
+        self._parameters: list[nn.Parameter] = []
         self._fixed: Hashable = None
+        self._inside: list[Hashable] = []
+        self._requires: list[bool] = []
+        self._value: Hashable = None
 
     def now(self) -> Hashable:
-        """A value that is equal for models that act alike; raises Cannot if that is not known."""
-        seen = [value for module in self._model.modules() for value in vars(module).values()]
-        if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+        """A value that is equal for models that act alike; raises Cannot if that is not known.
+
+        While the model does not change, it is the same object.
+        """
+        if not self._is_as_seen():
             self._look()
-            self._seen = seen
-        self._refuse_hooks()
         inside = [self._of(value, where) for where, value in self._changeable]
-        requires = [parameter.requires_grad for parameter in self._model.parameters()]
-        return self._fixed, tuple(inside), tuple(requires)
+        requires = [*map(_REQUIRES_GRAD, self._parameters)]
+        if self._value is None or inside != self._inside or requires != self._requires:
+            self._inside, self._requires = inside, requires
+            self._value = self._fixed, tuple(inside), tuple(requires)
+        return self._value
+
+    def _is_as_seen(self) -> bool:
+        """Whether each attribute of each module, and each hook, is the object that it was.
+
+        It is asked at each call of the model, and loops in C.
+        """
+        same = map(operator.is_, _values(self._places), self._seen)
+        return bool(self._seen) and all(same) and sum(map(len, self._places)) == len(self._seen)
 
     def _look(self) -> None:
         """Look at all modules, and note which attributes can change without being replaced."""
+        self._seen, self._value = [], None
         named = [*self._model.named_modules(remove_duplicate=False)]
         self._modules = {id(module) for _, module in named}
         self._tensors = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -76,6 +95,12 @@ class Likeness:
                 else:
                     self._changeable.append((f"attribute {where} of the model", value))
         self._fixed = tuple(fixed)
+        self._refuse_hooks()
+        self._parameters = [*self._model.parameters()]
+        modules = [vars(module) for module in self._model.modules()]
+        inner = [own[kind] for own in modules for kind in ("_modules", "_parameters", *HOOKS)]
+        self._places = [*modules, *inner]
+        self._seen = [*_values(self._places)]
 
     def _refuse_hooks(self) -> None:
         for name, module in self._model.named_modules():
@@ -134,6 +159,10 @@ class Likeness:
             raise Cannot(f"{where} holds a parameter or a buffer beside the registered one")
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return value.dtype, value.device, value.shape, raw.numpy().tobytes()
+
+
+def _values(places: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, places))
 
 
 def _class_of(module: nn.Module) -> type:

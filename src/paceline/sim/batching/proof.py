@@ -5,17 +5,26 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.sim.batching.joint import Cannot, Joint, Program, Tensors, tensors_in
+from paceline.sim.batching.recorded import Recorded, generator_of
+from paceline.sim.batching.rows import Rows
+
+if TYPE_CHECKING:
+    from paceline.sim.batching.member import Call
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 0.02}
 """How far a norm may be off. A number near 0 that a ReLU cuts off may be cut off in one alone."""
 COARSE = 0.05
+ALONE = 8
+"""How many gradients are computed alone, to time them."""
+PARKED_S = 50e-6
+"""What it takes at least to stop a worker twice, and to go on with it."""
 WORTH = 0.9
 """The share of the time alone that a joint gradient may take, to be worth it."""
 
@@ -42,31 +51,64 @@ def joint_of(program: Program, cases: Sequence[Case]) -> Joint:
     return Joint(program, xs, rests, inputs)
 
 
-def prove(program: Program, cases: Sequence[Case]) -> None:
+def prove(program: Program, cases: Sequence[Case]) -> bool:
     """Compare the first and the last worker with what they compute alone; raises Cannot.
 
-    If the forward is random, only try the backward.
+    Returns whether the forward is random; then this only tries the backward.
     """
-    before = torch.get_rng_state()
+    generator = generator_of(cases[0].x.device)
+    before = generator.get_state()
     joint = joint_of(program, cases)
-    is_random = not torch.equal(torch.get_rng_state(), before)
+    is_random = not torch.equal(generator.get_state(), before)
     rows = sorted({0, len(cases) - 1})
     _refuse_changes(program, joint, cases)
-    grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
+    grads = [some_gradients([output[row] for output in joint.outputs]) for row in rows]
     try:
         found = joint.backward(rows, grads, again=True)
     except Exception as error:
         why = first_line(error)
         raise Cannot(f"the joint backward fails, as it does with checkpointing: {why}") from None
     if is_random:
-        return
-    tolerance = TOLERANCES.get(cases[0].x.dtype, COARSE) if program.autocast is None else COARSE
+        return True
+    tolerance = _tolerance(program, cases[0].x.dtype)
     for row, gradients in zip(rows, found, strict=True):
         own = alone(program, cases[row])
         _compare("result", [o[row] for o in joint.outputs], own.outputs, tolerance)
         _compare("gradient", gradients, own.gradients, tolerance)
         after = [joint.rest[name][row] for name in own.rest]
         _compare("buffers", after, [*own.rest.values()], tolerance)
+    return False
+
+
+def prove_recorded(
+    recorded: Recorded, rows: Rows, program: Program, ranks: Sequence[int], cases: Sequence[Case]
+) -> None:
+    """Compare a recorded computation with one that is told each time; changes nothing."""
+    joint, tolerance = joint_of(program, cases), _tolerance(program, cases[0].x.dtype)
+    numbers = range(len(cases))
+    grads = [some_gradients([output[n] for output in joint.outputs]) for n in numbers]
+    found = joint.backward(numbers, grads, again=False)
+    assert rows.g is not None
+    places = torch.tensor(ranks, device=rows.g.device)
+    changed = [rows.g, *rows.rest.values()]
+    before = [matrix.index_select(0, places) for matrix in changed]
+    recorded.forward(ranks, [case.inputs for case in cases])
+    results = [output.clone() for output in recorded.outputs]
+    recorded.backward(dict(enumerate(grads)))
+    g, *rest = [matrix.index_select(0, places) for matrix in changed]
+    for matrix, kept in zip(changed, before, strict=True):
+        matrix.index_copy_(0, places, kept)
+    after = dict(zip(rows.rest, rest, strict=True))
+    for n in numbers:
+        own = recorded.parts(g[n], grads[n])
+        _compare("result", [r[n] for r in results], [o[n] for o in joint.outputs], tolerance)
+        _compare("gradient", own, found[n], tolerance)
+        buffers = [after[name][n] for name in joint.rest]
+        _compare("buffers", buffers, [own[n] for own in joint.rest.values()], tolerance)
+
+
+def _tolerance(program: Program, dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype, COARSE) if program.autocast is None else COARSE
 
 
 def _refuse_changes(program: Program, joint: Joint, cases: Sequence[Case]) -> None:
@@ -91,7 +133,7 @@ def alone(program: Program, case: Case) -> Alone:
     with torch.enable_grad(), program.casting(case.x.device):
         out, after = program.run(program.named(leaves), rest, case.inputs)
     outputs = tensors_in(out)
-    grads = _some_gradients(outputs)
+    grads = some_gradients(outputs)
     used = [i for i, grad in enumerate(grads) if grad is not None]
     given = [grads[i] for i in used]
     wanted = [outputs[i] for i in used]
@@ -99,21 +141,27 @@ def alone(program: Program, case: Case) -> Alone:
     return Alone(outputs, [*found], after)
 
 
-def refuse_slower(program: Program, cases: Sequence[Case]) -> None:
-    """Raise Cannot if a joint gradient takes about as long as one alone, or longer."""
+def refuse_slower(program: Program, cases: Sequence[Case], calls: Sequence[Call]) -> None:
+    """Raise Cannot if a joint gradient takes about as long as one alone, or longer.
+
+    It is timed with as many workers as there are: what fits into a cache may not with more.
+    """
 
     def together() -> None:
         joint = joint_of(program, cases)
         rows = range(len(cases))
-        grads = [_some_gradients([output[row] for output in joint.outputs]) for row in rows]
-        joint.backward(rows, grads, again=False)
+        outputs = [[output[row] for output in joint.outputs] for row in rows]
+        grads = [some_gradients(own) for own in outputs]
+        found = joint.backward(rows, grads, again=False)
+        for row, call in zip(rows, calls, strict=True):
+            call.pass_through_autograd(outputs[row], grads[row], found[row])
 
     def one_by_one() -> None:
-        for case in cases[:2]:
-            alone(program, case)
+        for call in calls[:ALONE]:
+            call.compute_alone(program)
 
-    joint_s = _seconds(together, cases[0].x) / len(cases)
-    alone_s = _seconds(one_by_one, cases[0].x) / len(cases[:2])
+    joint_s = PARKED_S + _seconds(together, cases[0].x) / len(cases)
+    alone_s = _seconds(one_by_one, cases[0].x) / len(calls[:ALONE])
     if joint_s > WORTH * alone_s:
         raise Cannot(
             f"a gradient takes {joint_s * 1e6:.0f} us together with {len(cases) - 1} others,"
@@ -148,7 +196,7 @@ def _once(act: Callable[[], None], x: Tensor) -> float:
     return clock() - begin_s
 
 
-def _some_gradients(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+def some_gradients(outputs: Sequence[Tensor]) -> list[Tensor | None]:
     """A gradient for each output that has one, the same every time."""
     return [
         torch.arange(output.numel(), device=output.device).cos().to(output.dtype).view_as(output)

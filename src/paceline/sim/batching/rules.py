@@ -125,17 +125,21 @@ class Attention(Rule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
         causal: bool,
         scale: float | None,
         gqa: bool,
     ) -> Any:
         count = info.batch_size
         query, key, value = (
-            _first(t, d, count).flatten(0, 1)
-            for t, d in zip((query, key, value), dims, strict=False)
+            _first(t, d, count) for t, d in zip((query, key, value), dims, strict=False)
         )
+        if mask is not None:
+            mask = _of_samples(mask, dims[3], count, query.shape[1])
+        query, key, value = (part.flatten(0, 1) for part in (query, key, value))
         out = f.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa
+            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa
         )
         return out.unflatten(0, (count, -1)), 0
 
@@ -143,6 +147,15 @@ class Attention(Rule):
 def _first(tensor: Tensor, dim: int | None, count: int) -> Tensor:
     """The tensor with the workers as its first dimension."""
     return tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _of_samples(mask: Tensor, dim: int | None, count: int, samples: int) -> Tensor:
+    """A mask of attention for the samples of all workers."""
+    if dim is None and mask.dim() < 4:
+        return mask
+    own = _first(mask, dim, count)
+    own = own.view(count, *[1] * (5 - own.dim()), *own.shape[1:])
+    return own.expand(count, samples, *own.shape[2:]).flatten(0, 1)
 
 
 def _vector(tensor: Tensor | None, dim: int | None, count: int) -> Tensor | None:
@@ -216,9 +229,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     varying = all(map(_varies, (query, key, value)))
-    if attn_mask is not None or dropout_p or query.dim() != 4 or not varying:
+    if query.dim() != 4 or not varying:
         return NotImplemented
-    return _apply(Attention, query, key, value, is_causal, scale, enable_gqa)
+    more = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return _apply(Attention, query, key, value, *more)
 
 
 def _apply(rule: Any, *args: Any) -> Any:
