@@ -7,8 +7,8 @@ methods with 64 workers, computed together and alone, which must have the same t
 1e-9, the same losses; runs that must repeat. Then the rows of ``paceline bench lab``, those that
 matter most first. Each check and row is written to ``--out`` when it is known; the same command
 goes on with the others, and with those that had an error, and begins with none that would not end
-in time. Prints a line for each, with the limit that a row misses. The exit code is 1 if a check has
-failed. ``--device cpu`` makes small ones of all, without recording.
+in time. Prints a line for each, with the limit that a row misses. The exit code is 1 if a check or
+a row has failed. ``--device cpu`` makes small ones of all, without recording.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def main() -> int:
         with options.out.open("a") as out:
             out.write(json.dumps(record) + "\n")
         print(line_of(record), flush=True)
-    failed = [name for name, record in known.items() if record.get("ok") is False]
+    failed = [n for n, record in known.items() if "error" in record or record.get("ok") is False]
     print(f"{len(known)} done, {left} left, {len(failed)} failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 

@@ -43,7 +43,7 @@ from paceline.training.worker import Worker
 CLUSTER = "ethernet-10g"
 MODELS = ("mlp", "cnn", "resnet20", "resnet18", "gpt")
 PRECISIONS = ("default", "tf32", "bf16")
-WARM_UP, STEPS = 6, 6
+WARM_UP, STEPS = 6, 16
 """Of each worker: in the first steps, computations are compared and recorded."""
 FEW = 16
 """One at a time, more workers would tell no more; and a processor needs no larger batch."""
@@ -387,6 +387,7 @@ def _median_us(step: Callable[[], None], device: str) -> float:
 def _forget_peaks(device: str) -> None:
     gc.collect()
     if device != "cpu":
+        torch.empty(1, device=device)  # a device that nobody has used has no statistics
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
