@@ -161,10 +161,10 @@ def _simulated(case: Case) -> dict[str, Any]:
 
 
 def _run(case: Case, workers: int, batched: str) -> Timed:
-    """A run, timed from when each worker has made its first steps."""
+    """A run, timed from after the first steps of all workers to before their last ones."""
     clock = time.process_time if case.device == "cpu" else time.perf_counter
     begun: list[float] = []
-    ended: list[float] = []
+    last = WARM_UP + STEPS + 1
     data = _samples(case, min(max(4096, 2 * workers * case.batch_size), MOST_SAMPLES))
 
     def train(worker: Worker) -> None:
@@ -173,19 +173,18 @@ def _run(case: Case, workers: int, batched: str) -> Timed:
         net, optimizer = worker.setup(net, make_optimizer(case.model, net))
         loader = DataLoader(data, batch_size=case.batch_size, shuffle=True)
         batches = worker.setup_dataloaders(loader)
-        while worker.steps < WARM_UP + STEPS:
+        while worker.steps < last:
             for x, y in batches:
+                if len(begun) == workers * (last - 1):
+                    finish(worker.device)
                 begun.append(clock())
                 optimizer.zero_grad()
                 with case.autocast:
                     outputs = net(x)
                 loss_of(outputs, y).backward()
                 optimizer.step()
-                if worker.steps == WARM_UP + STEPS:
+                if worker.steps == last:
                     break
-        if len(ended) == workers - 1:
-            finish(worker.device)
-        ended.append(clock())
 
     result = simulate(
         train,
@@ -195,8 +194,7 @@ def _run(case: Case, workers: int, batched: str) -> Timed:
         device=case.device,
         batched=batched,
     )
-    first = workers * WARM_UP
-    seconds = max(ended) - sorted(begun)[first]
+    seconds = begun[workers * (last - 1)] - begun[workers * WARM_UP]
     return Timed(1e6 * seconds / (workers * STEPS), result)
 
 
