@@ -224,23 +224,23 @@ def cases(options: Options) -> Iterator[tuple[float, Case, float | None]]:
         yield 20, case("mlp", 4, SASGD), None
         return
     yield 40, case("resnet20", 256, JOINT), 1.25
-    yield 90, case("resnet20", 256, SASGD), 625
+    yield 45, case("resnet20", 256, SASGD), 625
     yield 30, case("resnet20", 256, JOINT, "bf16"), 1.0
-    yield 60, case("resnet20", 64, SASGD), 700
-    yield 90, case("resnet20", 256, "allreduce"), 625
-    yield 90, case("resnet20", 256, "gossip"), 900
+    yield 20, case("resnet20", 64, SASGD), 700
+    yield 45, case("resnet20", 256, "allreduce"), 625
+    yield 60, case("resnet20", 256, "gossip"), 900
     yield 30, case("gpt", 64, JOINT, "bf16"), 1.5
     yield 40, case("resnet18", 64, JOINT), 2.2
     yield 30, case("resnet20", 64, JOINT), 1.25
-    yield 90, case("resnet20", 256, SASGD, "bf16"), None
+    yield 45, case("resnet20", 256, SASGD, "bf16"), None
     yield 40, case("resnet18", 64, JOINT, "bf16"), None
     yield 30, case("gpt", 64, JOINT, "tf32"), None
     yield 60, case("gpt", 64, SASGD, "bf16"), None
-    yield 60, case("resnet20", 64, "allreduce"), 700
-    yield 150, case("resnet20", 1000, SASGD), None
+    yield 20, case("resnet20", 64, "allreduce"), 700
+    yield 100, case("resnet20", 1000, SASGD), None
     for strategy in STRATEGIES:
         if strategy not in ("sasgd", "allreduce"):
-            yield 60, case("resnet20", 64, strategy), None
+            yield 25, case("resnet20", 64, strategy), None
     yield 40, case("mlp", 256, SASGD), None
 
 

@@ -43,7 +43,7 @@ from paceline.training.worker import Worker
 CLUSTER = "ethernet-10g"
 MODELS = ("mlp", "cnn", "resnet20", "resnet18", "gpt")
 PRECISIONS = ("default", "tf32", "bf16")
-WARM_UP, STEPS = 6, 16
+WARM_UP, STEPS = 8, 16
 """Of each worker: in the first steps, computations are compared and recorded."""
 FEW = 16
 """One at a time, more workers would tell no more; and a processor needs no larger batch."""
@@ -212,6 +212,8 @@ def make_optimizer(model: str, net: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of a batch, of images or of characters."""
+    if labels.dim() == 1:
+        return cross_entropy(outputs.float(), labels)
     return cross_entropy(outputs.float().flatten(0, -2), labels.flatten())
 
 
