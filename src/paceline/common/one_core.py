@@ -33,8 +33,12 @@ arena and no system call, it gets the same memory while that is still in the cac
 
 
 @contextmanager
-def on_one_core() -> Iterator[None]:
-    """Keep the calling thread, and threads that it starts, on its current core."""
+def on_one_core(for_good: bool = False) -> Iterator[None]:
+    """Keep the calling thread, and threads that it starts, on its current core.
+
+    They may use the others again if another program needs it, unless they stay there ``for_good``:
+    those that wait for a GPU use little of their core, and there is a core for each of their kind.
+    """
     if sys.platform != "linux":
         yield
         return
@@ -49,12 +53,14 @@ def on_one_core() -> Iterator[None]:
             libc.mallopt(parameter, value)
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(allowed, finished), daemon=True)
-    watcher.start()
+    if not for_good:
+        watcher.start()
     try:
         yield
     finally:
         finished.set()
-        watcher.join()
+        if not for_good:
+            watcher.join()
         if is_ordinary:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         os.sched_setaffinity(0, allowed)

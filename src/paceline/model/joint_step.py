@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections import defaultdict
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -193,9 +195,9 @@ class JointGroup:
 
 def _values(state: dict[Any, State]) -> list[Any]:
     """All that a state holds."""
-    return [value for own in state.values() for value in own.values()]
+    return [*chain.from_iterable(map(dict.values, state.values()))]
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
-    return [*map(id, left)] == [*map(id, right)]
+    return len(left) == len(right) and all(map(operator.is_, left, right))

@@ -25,11 +25,18 @@ _HEADER = object.__basicsize__
 _STATE_BYTES = _random.Random.__basicsize__ - _HEADER
 
 
+class _Place(NamedTuple):
+    """All that a GPU's generator has: its seed, and how far it has come."""
+
+    seed: int
+    offset: int
+
+
 class _Set(NamedTuple):
     """The state of one rank's generators."""
 
     torch: Tensor
-    device: Tensor | None
+    device: _Place | None
     numpy: Any
     python: Any
     gauss_next: float | None
@@ -62,7 +69,7 @@ class Generators:
             return
         self._saved[self._active] = _Set(
             torch.default_generator.get_state(),
-            None if self._device is None else self._device.get_state(),
+            None if self._device is None else _place_of(self._device),
             _numpy.get_bit_generator(),
             save_python(),
             _python.gauss_next,
@@ -70,7 +77,8 @@ class Generators:
         own = self._saved.pop(rank) if rank in self._saved else self._new(rank)
         torch.default_generator.set_state(own.torch)
         if self._device is not None and own.device is not None:
-            self._device.set_state(own.device)
+            self._device.manual_seed(own.device.seed)
+            self._device.set_offset(own.device.offset)
         _numpy.set_bit_generator(own.numpy)
         load_python(own.python)
         _python.gauss_next = own.gauss_next
@@ -85,10 +93,7 @@ class Generators:
         python = save_python()
         load_python(before)
         fresh = torch.Generator().manual_seed(seed).get_state()
-        there = None
-        if self._device is not None:
-            there = torch.Generator(self._device.device).manual_seed(seed).get_state()
-        return _Set(fresh, there, bits, python, None)
+        return _Set(fresh, _Place(seed, 0), bits, python, None)
 
 
 def _generator_of(device: torch.device) -> torch.Generator | None:
@@ -98,6 +103,10 @@ def _generator_of(device: torch.device) -> torch.Generator | None:
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def _place_of(generator: torch.Generator) -> _Place:
+    return _Place(generator.initial_seed(), generator.get_offset())
 
 
 def _copy_out() -> Any:

@@ -51,7 +51,7 @@ class Resident:
         copy = self._copy_of(tensor)
         if copy is None:
             return self.moved(tensor[torch.tensor(indices)])
-        return copy[chosen]
+        return copy.index_select(0, chosen)
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A tensor on the device; nobody waits for it."""

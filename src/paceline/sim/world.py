@@ -170,7 +170,7 @@ class World:
             self.registrar.watch_links(begin_s)
         threads = torch.get_num_threads()
         try:
-            with self.generators, on_one_core():
+            with self.generators, on_one_core(for_good=self._device.type == "cuda"):
                 starts = (self.joined_late.get(rank, 0.0) for rank in range(self.size))
                 self.baton.run(on_rank, [max(begin_s, start_s) for start_s in starts])
         finally:

@@ -12,6 +12,8 @@ plus the variance of the means.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -249,7 +251,9 @@ def pack(tensors: Sequence[Tensor], stay: bool = False) -> Tensor:
     (16, [tensor([1., 1.]), tensor(7)])
     """
     device = tensors[0].device if tensors else None
-    parts = [t.reshape(-1).view(torch.uint8).to(device) for t in tensors]
+    runs = [[*run] for _, run in groupby(tensors, attrgetter("dtype", "device"))]
+    joined = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
+    parts = [each.view(torch.uint8).to(device) for each in joined]
     content = torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
     return content if stay else content.cpu()
 

@@ -43,7 +43,7 @@ from paceline.training.worker import Worker
 CLUSTER = "ethernet-10g"
 MODELS = ("mlp", "cnn", "resnet20", "resnet18", "gpt")
 PRECISIONS = ("default", "tf32", "bf16")
-WARM_UP, STEPS = 6, 6
+WARM_UP, STEPS = 8, 16
 """Of each worker: in the first steps, computations are compared and recorded."""
 FEW = 16
 """One at a time, more workers would tell no more; and a processor needs no larger batch."""
@@ -162,10 +162,10 @@ def _simulated(case: Case) -> dict[str, Any]:
 
 
 def _run(case: Case, workers: int, batched: str) -> Timed:
-    """A run, timed from when each worker has made its first steps."""
+    """A run, timed from after the first steps of all workers to before their last ones."""
     clock = time.process_time if case.device == "cpu" else time.perf_counter
     begun: list[float] = []
-    ended: list[float] = []
+    last = WARM_UP + STEPS + 1
     data = _samples(case, min(max(4096, 2 * workers * case.batch_size), MOST_SAMPLES))
 
     def train(worker: Worker) -> None:
@@ -174,19 +174,18 @@ def _run(case: Case, workers: int, batched: str) -> Timed:
         net, optimizer = worker.setup(net, make_optimizer(case.model, net))
         loader = DataLoader(data, batch_size=case.batch_size, shuffle=True)
         batches = worker.setup_dataloaders(loader)
-        while worker.steps < WARM_UP + STEPS:
+        while worker.steps < last:
             for x, y in batches:
+                if len(begun) == workers * (last - 1):
+                    finish(worker.device)
                 begun.append(clock())
                 optimizer.zero_grad()
                 with case.autocast:
                     outputs = net(x)
                 loss_of(outputs, y).backward()
                 optimizer.step()
-                if worker.steps == WARM_UP + STEPS:
+                if worker.steps == last:
                     break
-        if len(ended) == workers - 1:
-            finish(worker.device)
-        ended.append(clock())
 
     result = simulate(
         train,
@@ -196,8 +195,7 @@ def _run(case: Case, workers: int, batched: str) -> Timed:
         device=case.device,
         batched=batched,
     )
-    first = workers * WARM_UP
-    seconds = max(ended) - sorted(begun)[first]
+    seconds = begun[workers * (last - 1)] - begun[workers * WARM_UP]
     return Timed(1e6 * seconds / (workers * STEPS), result)
 
 
@@ -215,6 +213,8 @@ def make_optimizer(model: str, net: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of a batch, of images or of characters."""
+    if labels.dim() == 1:
+        return cross_entropy(outputs.float(), labels)
     return cross_entropy(outputs.float().flatten(0, -2), labels.flatten())
 
 
@@ -388,6 +388,7 @@ def _median_us(step: Callable[[], None], device: str) -> float:
 def _forget_peaks(device: str) -> None:
     gc.collect()
     if device != "cpu":
+        torch.empty(1, device=device)  # a device that nobody has used has no statistics
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
