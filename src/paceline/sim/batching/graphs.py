@@ -48,6 +48,7 @@ class CudaGraph:
         self._graph, self.results = graph, results
 
     def replay(self) -> None:
+        """Have the device compute the results anew."""
         self._graph.replay()
 
 
@@ -60,6 +61,7 @@ class CudaGraphs:
     def record(
         self, forward: Compute, between: Callable[[], None], backward: Compute
     ) -> tuple[Graph, Graph]:
+        """Record two computations on a stream of their own."""
         stream = torch.cuda.Stream(self._device)
         self._warm_up(stream, forward, between, backward)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
