@@ -12,6 +12,9 @@ from queue import SimpleQueue
 
 from paceline.errors import PacelineError
 
+CORES = "PACELINE_POOL_CORES"
+"""Tells a process of a pool which cores it may use; empty: all."""
+
 
 def cores() -> int:
     """How many cores this process may use."""
@@ -66,9 +69,8 @@ def run_next(
         while True:
             while busy < processes and (job := next_job()) is not None:
                 if busy == len(workers):
-                    workers.append(_JobProcess(program, todo, done))
-                    if apart:
-                        workers[-1].keep_to(cores_of(len(workers) - 1, processes))
+                    own = cores_of(busy, processes) if apart else set[int]()
+                    workers.append(_JobProcess(program, own, todo, done))
                 todo.put(job)
                 busy += 1
             if not busy:
@@ -87,18 +89,23 @@ def run_next(
 
 
 class _JobProcess:
-    """A process that runs jobs, and the thread that feeds it."""
+    """A process that runs jobs, on its own cores if there are any, and the thread that feeds it."""
 
     def __init__(
-        self, program: str, todo: SimpleQueue[str | None], done: SimpleQueue[tuple[str, str]]
+        self,
+        program: str,
+        own: set[int],
+        todo: SimpleQueue[str | None],
+        done: SimpleQueue[tuple[str, str]],
     ) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-m", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": path, CORES: ",".join(map(str, own))},
         )
         self._thread = threading.Thread(target=self._feed, args=(todo, done))
         self._thread.start()
@@ -112,11 +119,6 @@ class _JobProcess:
                 self._process.stdin.flush()
             done.put((job, self._process.stdout.readline()))
 
-    def keep_to(self, numbers: set[int]) -> None:
-        """Let the process, which has just started, use only these cores."""
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self._process.pid, numbers)
-
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""
         self._process.kill()
@@ -129,6 +131,8 @@ class _JobProcess:
 
 def serve_jobs(run: Callable[[str], str]) -> None:
     """The main loop of such a process; what a job prints goes to standard error."""
+    if (own := os.environ.pop(CORES, "")) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, map(int, own.split(",")))
     with open(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
         for job in sys.stdin:
