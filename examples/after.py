@@ -16,9 +16,10 @@ def train(worker):
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer = worker.setup(model, optimizer)
+    loader = worker.setup_dataloaders(loader)
 
     for epoch in range(3):
-        for x, y in worker.setup_dataloaders(loader):
+        for x, y in loader:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -21,15 +21,16 @@ with pl.init(strategy="sasgd(interval=8)") as worker:
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer = worker.setup(model, optimizer)
+    loader = worker.setup_dataloaders(loader)
 
     for _epoch in range(2):
-        for x, y in worker.setup_dataloaders(loader):
+        for x, y in loader:
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
 
-# The model now holds the method's answer, the same on every worker.
-if worker.rank == 0:
-    with torch.no_grad():
-        accuracy = (model(x_test).argmax(1) == y_test).float().mean()
-    print(f"workers {worker.size}: accuracy {accuracy:.3f}")
+    worker.finish()  # the model now holds the method's answer, the same on every worker
+    if worker.leads:
+        with torch.no_grad():
+            accuracy = (model(x_test).argmax(1) == y_test).float().mean()
+        print(f"workers {worker.size}: accuracy {accuracy:.3f}")
