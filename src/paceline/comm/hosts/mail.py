@@ -1,14 +1,16 @@
 """Messages between hosts: a sender pushes them, and the receiver says when it has taken one.
 
 A small message overtakes a large one. So that messages of one tag keep their order, each names the
-one before it with the same tag; the receiver puts it behind that one.
+one before it with the same tag; the receiver puts it behind that one. And each says what its sender
+has taken last: a large one may overtake the small one that says so, where a connection has lost
+that, and who gets a request must know that there is room for the reply.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +33,9 @@ from paceline.comm.ports import (
 from paceline.comm.restored import SavedMessage, take_restored
 from paceline.comm.standing import GONE, Standing
 
-_LETTER = struct.Struct("<qBQQ")
+_LAST_TAKEN = MAILBOX_CAPACITY + 2
+"""So many messages may wait at once: the posted ones, and those that somebody sends."""
+_LETTER = struct.Struct(f"<qBQQ{_LAST_TAKEN}Q")
 _NUMBER = struct.Struct("<Q")
 
 
@@ -49,6 +53,11 @@ class HostsLetter(NamedTuple):
     def x(self) -> Tensor:
         """Its vector, flat."""
         return self.body.view(dtype_of(self.dtype))
+
+
+def _last_taken() -> deque[int]:
+    """The numbers of the messages that were taken last: none so far."""
+    return deque([0] * _LAST_TAKEN, _LAST_TAKEN)
 
 
 class HostsMail(Mail):
@@ -72,6 +81,7 @@ class HostsMail(Mail):
         self._early: dict[tuple[int, int, int, int], HostsLetter] = {}
         self._tails: dict[tuple[int, int, int], int] = {}
         self._sent: dict[tuple[int, int, int], int] = {}
+        self._taken: defaultdict[tuple[int, int], deque[int]] = defaultdict(_last_taken)
         self._posted: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         self._offered: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
@@ -110,8 +120,8 @@ class HostsMail(Mail):
         self._number += 1
         before = self._sent.get((*key, tag), 0)
         self._sent[*key, tag] = self._number
-        meta = _LETTER.pack(tag, DTYPES.index(x.dtype), self._number, before) + header
-        dst, incarnation = key
+        meta = _LETTER.pack(tag, DTYPES.index(x.dtype), self._number, before, *self._taken[key])
+        meta, (dst, incarnation) = meta + header, key
         gate = self._windows.gate()
         if gate is None:
             self._link.send(dst, Topic.MAIL, meta, x, incarnation)
@@ -120,15 +130,18 @@ class HostsMail(Mail):
         return self._number
 
     def _on_taken(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
-        (number,) = _NUMBER.unpack(meta)
+        self._note_taken(src, incarnation, _NUMBER.unpack(meta))
+
+    def _note_taken(self, src: int, incarnation: int, numbers: Iterable[int]) -> None:
         for waiting in (self._posted, self._offered):
-            waiting[src, incarnation].discard(number)
+            waiting[src, incarnation].difference_update(numbers)
 
     # Receiving -----------------------------------------------------------------------------------
 
     def _on_letter(self, src: int, incarnation: int, meta: bytes, body: Tensor) -> None:
         """Put a letter behind the one before it with the same tag, once that has arrived."""
-        tag, dtype, number, before = _LETTER.unpack_from(meta)
+        tag, dtype, number, before, *taken = _LETTER.unpack_from(meta)
+        self._note_taken(src, incarnation, taken)
         letter = HostsLetter(incarnation, number, tag, dtype, meta[_LETTER.size :], body)
         chain = src, incarnation, tag
         self._early[*chain, before] = letter
@@ -172,6 +185,7 @@ class HostsMail(Mail):
 
     def _tell_taken(self, src: int, letter: HostsLetter) -> None:
         if self._link.check().why_gone(src, letter.incarnation) is None:
+            self._taken[src, letter.incarnation].append(letter.number)
             meta = _NUMBER.pack(letter.number)
             self._link.send(src, Topic.TAKEN, meta, incarnation=letter.incarnation)
 
