@@ -34,3 +34,12 @@ def test_threads_are_on_one_core_and_afterwards_as_before():
         assert len(cores) == 1 and policy == os.SCHED_BATCH
         assert of_a_thread(lambda: take_back_cores() or placed()) == before
     assert placed() == before
+
+
+def test_only_those_that_may_leave_their_core_are_watched():
+    before = threading.active_count()
+    with on_one_core():
+        assert threading.active_count() == before + 1
+    with on_one_core(for_good=True):
+        assert threading.active_count() == before
+        assert len(of_a_thread(placed)[0]) == 1

@@ -36,8 +36,8 @@ arena and no system call, it gets the same memory while that is still in the cac
 def on_one_core(for_good: bool = False) -> Iterator[None]:
     """Keep the calling thread, and threads that it starts, on its current core.
 
-    They may use the others again if another program needs it, unless they stay there ``for_good``:
-    those that wait for a GPU use little of their core, and there is a core for each of their kind.
+    They may use the others again if another program needs it, unless they stay there ``for_good``.
+    Threads that wait for a GPU use little of their core, and would seem to be starved.
     """
     if sys.platform != "linux":
         yield

@@ -105,8 +105,8 @@ def serve(folder: Path, place: Place, until_closed: int | None = None) -> None:
 
     async def run() -> None:
         if until_closed is not None:
-            closed = lambda: setattr(server, "should_exit", True)  # noqa: E731
-            asyncio.get_running_loop().add_reader(until_closed, closed)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(until_closed, setattr, server, "should_exit", True)
         await server.serve(sockets=[place.listener])
 
     asyncio.run(run())

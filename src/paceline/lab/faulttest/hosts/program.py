@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -32,7 +33,7 @@ FLOOD = 3
 """How many large messages a worker leaves at once."""
 
 
-class Program:
+class Program(ABC):
     """One process of a rank, from its start to its end.
 
     Attributes:
@@ -111,12 +112,13 @@ class Program:
         """Whether a lost rank comes again; not in a run with sums, whose workers become fewer."""
         return self.rank >= self.schedule.workers or not self.schedule.sums
 
+    @abstractmethod
     def begin(self) -> None:
         """Make ready, before others see this incarnation."""
 
+    @abstractmethod
     def act(self) -> None:
         """Do what this rank is there for."""
-        raise NotImplementedError
 
     # Messages ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 
@@ -115,7 +116,7 @@ class Extent:
         factor = make_strategy(way.method).lr_factor(way.workers)
         middle = SETTINGS[self.task].recipe.lr * factor * (1 - way.momentum) / (1 - MOMENTUM)
         grid = (middle / STEP, middle, middle * STEP)
-        trial = lambda rate, seed: self.trial(way, rate, seed)  # noqa: E731 - it is an argument
+        trial = partial(self.trial, way)
         return Arm(str(way), trial, grid, seeds=SEEDS[:1], most=MOST, factor=STEP)
 
     def trial(self, way: Way, rate: float, seed: int) -> Trial:
